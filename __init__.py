@@ -1,0 +1,104 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Attention Residuals (arXiv 2603.15031) for transformers.
+
+Importing this package registers AttnRes with the Auto classes. torch and the model code are imported when first used.
+"""
+
+import importlib
+import importlib.abc
+import importlib.util
+import sys
+
+
+__version__ = "0.1.0"
+
+_PUBLIC_NAMES = {
+    "AttnResConfig": ".configuration_attnres",
+    "AttnResForCausalLM": ".modeling_attnres",
+    "AttnResForQuestionAnswering": ".modeling_attnres",
+    "AttnResForSequenceClassification": ".modeling_attnres",
+    "AttnResForTokenClassification": ".modeling_attnres",
+    "AttnResModel": ".modeling_attnres",
+    "AttnResPreTrainedModel": ".modeling_attnres",
+    "BlockCache": ".depth_attention",
+}
+__all__ = sorted(_PUBLIC_NAMES)
+
+
+def __getattr__(name: str):
+    if name not in _PUBLIC_NAMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_PUBLIC_NAMES[name], __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *_PUBLIC_NAMES])
+
+
+def _register_config(auto_module):
+    auto_module.CONFIG_MAPPING_NAMES["attnres"] = "AttnResConfig"
+    auto_module.CONFIG_MAPPING._modules["attnres"] = sys.modules[__name__]
+
+
+def _register_models(auto_module):
+    for task, class_name in {
+        "": "AttnResModel",
+        "_FOR_CAUSAL_LM": "AttnResForCausalLM",
+        "_FOR_QUESTION_ANSWERING": "AttnResForQuestionAnswering",
+        "_FOR_SEQUENCE_CLASSIFICATION": "AttnResForSequenceClassification",
+        "_FOR_TOKEN_CLASSIFICATION": "AttnResForTokenClassification",
+    }.items():
+        mapping = getattr(auto_module, f"MODEL{task}_MAPPING")
+        mapping._model_mapping["attnres"] = class_name
+        mapping._reverse_config_mapping["AttnResConfig"] = "attnres"
+        mapping._modules["attnres"] = sys.modules[__name__]
+
+
+class _AutoClassRegistration(importlib.abc.MetaPathFinder):
+    """Registers the names of our classes in transformers' lazy mappings, as soon as those exist.
+
+    `AutoModel.register` takes classes, and importing what those need takes seconds. The mappings themselves go from name
+    to class when one is looked up, which is all that is wanted here.
+    """
+
+    callbacks = {
+        "transformers.models.auto.configuration_auto": _register_config,
+        "transformers.models.auto.modeling_auto": _register_models,
+    }
+
+    def find_spec(self, name, path=None, target=None):
+        if name not in self.callbacks:
+            return None
+        callback = self.callbacks.pop(name)
+        spec = importlib.util.find_spec(name)
+        exec_module = spec.loader.exec_module
+
+        def exec_and_register(module):
+            exec_module(module)
+            callback(module)
+
+        spec.loader.exec_module = exec_and_register
+        return spec
+
+    @classmethod
+    def install(cls):
+        for name in list(cls.callbacks):
+            if name in sys.modules:
+                cls.callbacks.pop(name)(sys.modules[name])
+        if cls.callbacks:
+            sys.meta_path.insert(0, cls())
+
+
+_AutoClassRegistration.install()

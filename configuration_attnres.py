@@ -1,0 +1,354 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""AttnRes configuration: any supported PreNorm decoder's own configuration plus the depth-attention fields, flat."""
+
+import copy
+import difflib
+import functools
+from dataclasses import dataclass, fields
+from typing import Any
+
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.configuration_utils import GenerationConfig
+from transformers.utils import auto_docstring
+
+
+@dataclass(frozen=True)
+class BaseFamily:
+    """How a base architecture's decoder is read, where it differs from Llama's.
+
+    Names of modules of the decoder layer, or of fields of the base's config; `None` where there is nothing to do.
+    """
+
+    # Modules applied to a sublayer's output before it joins the stream
+    attention_dropout: str | None = None
+    mlp_dropout: str | None = None
+    # Config fields: factor on every sublayer's output, factor and dropout on the embeddings, divisor of the logits
+    residual_multiplier: str | None = None
+    embedding_multiplier: str | None = None
+    embedding_dropout: str | None = None
+    logits_scaling: str | None = None
+    # Epsilon of norms that carry none as an attribute
+    fixed_norm_eps: float | None = None
+    # Config field that has to be off, because with it a norm reads what is not a sum of sublayer outputs
+    parallel_residual: str | None = None
+    # Keywords that only the base config's `__post_init__` knows: spellings of the released checkpoints
+    legacy_keywords: tuple[str, ...] = ()
+
+
+BASE_FAMILIES = {
+    "deepseek_v3": BaseFamily(),
+    "ernie4_5": BaseFamily(),
+    "gemma": BaseFamily(),
+    "glm4_moe": BaseFamily(),
+    "gpt_oss": BaseFamily(),
+    "granite": BaseFamily(
+        residual_multiplier="residual_multiplier",
+        embedding_multiplier="embedding_multiplier",
+        logits_scaling="logits_scaling",
+    ),
+    "hunyuan_v1_dense": BaseFamily(),
+    "kimi_linear": BaseFamily(legacy_keywords=("linear_attn_config", "first_k_dense_replace")),
+    "llama": BaseFamily(),
+    "minimax_m2": BaseFamily(legacy_keywords=("rotary_dim",)),
+    "mistral": BaseFamily(),
+    "mixtral": BaseFamily(),
+    "olmo": BaseFamily(fixed_norm_eps=1e-5),
+    "phi3": BaseFamily(attention_dropout="resid_attn_dropout", mlp_dropout="resid_mlp_dropout"),
+    "qwen2": BaseFamily(),
+    "qwen3": BaseFamily(),
+    "qwen3_moe": BaseFamily(),
+    "qwen3_next": BaseFamily(legacy_keywords=("full_attention_interval",)),
+    "seed_oss": BaseFamily(),
+    "smollm3": BaseFamily(),
+    "stablelm": BaseFamily(mlp_dropout="dropout", parallel_residual="use_parallel_residual"),
+    "starcoder2": BaseFamily(embedding_dropout="embedding_dropout"),
+}
+
+_POST_NORM = "it normalises what a sublayer writes, not what it reads, so sublayers read the raw residual stream"
+_SANDWICH = "it also normalises what a sublayer writes; reading its blocks exactly is not implemented"
+_PARALLEL = "its attention and MLP read the stream in parallel, so an MLP has no input of its own to attend over depth"
+REFUSED_FAMILIES = {
+    **dict.fromkeys(("olmo2", "olmo3", "flex_olmo", "exaone4"), _POST_NORM),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "glm", "glm4"), _SANDWICH),
+    **dict.fromkeys(("cohere", "cohere2", "falcon", "gpt_neox", "gptj", "phi"), _PARALLEL),
+    "inkling2": "it is an attention-residual architecture already",
+}
+
+# Class attributes of a base config that transformers looks up on the config: ours belong to an instance
+_MIRRORED_ATTRIBUTES = ("attribute_map", "base_model_tp_plan", "base_model_ep_plan", "default_theta")
+# Keywords of `PreTrainedConfig.__init__` that are no dataclass fields
+_GENERIC_KEYWORDS = {
+    *("name_or_path", "model_type", "torch_dtype", "num_labels", "output_attentions", "attn_implementation"),
+    *("experts_implementation", "per_layer_config", "auto_map", "quantization_config", "distributed_config"),
+    *("gradient_checkpointing", "tokenizer_class", "tie_last_hidden_states", "is_decoder", "is_causal"),
+    "output_depth_attentions",
+}
+_ROPE_KEYWORDS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+
+
+def check_base_model_type(base_model_type: str):
+    """Raise a `ValueError` that says why, if `base_model_type` cannot be a base."""
+    if base_model_type not in BASE_FAMILIES:
+        reason = REFUSED_FAMILIES.get(base_model_type, "it has not been shown to be exact")
+        raise ValueError(
+            f"`base_model_type={base_model_type!r}` is not supported: {reason}. Supported: {', '.join(BASE_FAMILIES)}."
+        )
+
+
+def base_config_class(base_model_type: str) -> type[PreTrainedConfig]:
+    """The configuration class of a supported base architecture."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    check_base_model_type(base_model_type)
+    return CONFIG_MAPPING[base_model_type]
+
+
+@functools.lru_cache
+def _base_keywords(base_class: type[PreTrainedConfig]) -> frozenset[str]:
+    """Names that a base architecture's own config gives a meaning to, generic ones left out."""
+    names = {field.name for field in fields(base_class)} | {
+        *base_class.attribute_map,
+        *base_class.attribute_map.values(),
+    }
+    names |= {*vars(base_class()), *BASE_FAMILIES[base_class.model_type].legacy_keywords, *_ROPE_KEYWORDS}
+    generic = {field.name for field in fields(PreTrainedConfig)} | _GENERIC_KEYWORDS
+    return frozenset(name for name in names - generic if not name.startswith("_"))
+
+
+@auto_docstring(checkpoint="attnres")
+@strict
+class AttnResConfig(PreTrainedConfig):
+    r"""
+    base_model_type (`str`, *optional*, defaults to `"llama"`):
+        Model type of the PreNorm decoder whose sublayers are used. Every field of that architecture's own
+        configuration is a field of this one.
+    attn_res_block_size (`int`, *optional*, defaults to 8):
+        Number of sublayers (an attention or an MLP each; a decoder layer has two) whose outputs are summed into one
+        source. 1 is Full AttnRes. The last block is short when it does not divide the number of sublayers.
+    attn_res_norm_eps (`float`, *optional*, defaults to 1e-06):
+        Epsilon of the RMSNorm on the keys of depth attention.
+    attn_res_scale_norm_eps (`bool`, *optional*, defaults to `False`):
+        Whether to divide the epsilon of every norm that reads over depth by the square of its number of sources. With
+        queries of zero a read is the residual stream divided by that number, so the model then computes exactly what
+        its base computes.
+
+    ```python
+    >>> from attnres import AttnResConfig, AttnResForCausalLM
+    >>> from transformers import Qwen3Config
+
+    >>> config = AttnResConfig.from_base_config(Qwen3Config(num_hidden_layers=4), block_size=2)
+    >>> model = AttnResForCausalLM(config)
+    ```"""
+
+    model_type = "attnres"
+    keys_to_ignore_at_inference = ["past_key_values"]
+    # transformers' pipeline parallelism carries one tensor between stages; AttnRes needs the closed blocks as well
+    base_model_pp_plan = None
+    base_model_fsdp_plan = {**PreTrainedConfig.base_model_fsdp_plan, "depth_queries": "keep_full_weight"}
+
+    base_model_type: str = "llama"
+    attn_res_block_size: int = 8
+    attn_res_norm_eps: float = 1e-6
+    attn_res_scale_norm_eps: bool = False
+    tie_word_embeddings: bool | None = None
+
+    def __post_init__(self, **kwargs):
+        base_class = base_config_class(self.base_model_type)
+        if kwargs.get("model_type", self.model_type) not in (self.model_type, self.base_model_type):
+            raise ValueError(
+                f"`model_type={kwargs['model_type']!r}` contradicts `base_model_type={self.base_model_type!r}`."
+            )
+        self._check_known(kwargs, base_class)
+        kwargs.pop("model_type", None)
+        base_kwargs = {name: kwargs.pop(name) for name in _base_keywords(base_class) & kwargs.keys()}
+        if self.tie_word_embeddings is not None:
+            base_kwargs["tie_word_embeddings"] = self.tie_word_embeddings
+        base_config = base_class(**base_kwargs)
+
+        self.__dict__.update(
+            {name: getattr(base_class, name) for name in _MIRRORED_ATTRIBUTES if hasattr(base_class, name)}
+        )
+        for name, value in vars(base_config).items():
+            if name in _base_keywords(base_class):
+                self.__dict__[name] = value
+        super().__post_init__(**kwargs)
+        self.validate_attn_res()
+
+    def _check_known(self, kwargs: dict[str, Any], base_class: type[PreTrainedConfig]):
+        known = (
+            _base_keywords(base_class) | _GENERIC_KEYWORDS | GenerationConfig._get_default_generation_params().keys()
+        )
+        for name, value in kwargs.items():
+            if name in known or name.startswith("_"):
+                continue
+            own = [field.name for field in fields(self)]
+            close = difflib.get_close_matches(name, [*known, *own], n=3)
+            hint = f" Did you mean {', '.join(f'`{match}`' for match in close)}?" if close else ""
+            raise ValueError(
+                f"Unknown field `{name}={value!r}` for an AttnRes model on base `{self.base_model_type}`: allowed are the"
+                f" fields of `{base_class.__name__}` and {', '.join(f'`{n}`' for n in own if n.startswith(('base', 'attn_res')))}.{hint}"
+            )
+
+    def validate_attn_res(self):
+        """Check the fields of depth attention."""
+        if self.attn_res_block_size < 1 or isinstance(self.attn_res_block_size, bool):
+            raise ValueError(
+                f"`attn_res_block_size={self.attn_res_block_size}` must be a number of sublayers >= 1"
+                f" (1 is Full AttnRes; this model has {2 * self.num_hidden_layers} sublayers)."
+            )
+        if not self.attn_res_norm_eps >= 0:
+            raise ValueError(f"`attn_res_norm_eps={self.attn_res_norm_eps}` must be >= 0.")
+        parallel = BASE_FAMILIES[self.base_model_type].parallel_residual
+        if parallel is not None and getattr(self, parallel):
+            raise ValueError(f"`{parallel}=True` on base `{self.base_model_type}` is not supported: {_PARALLEL}.")
+
+    def validate_architecture(self):
+        """Part of `@strict`-powered validation: the base configuration's own checks."""
+        self.to_base_config()
+
+    def convert_rope_params_to_dict(self, **kwargs):
+        return kwargs  # the base configuration has done it
+
+    def validate_rope(self):
+        pass  # the base configuration does it, see `validate_architecture`
+
+    @property
+    def num_sites(self) -> int:
+        """Number of places where depth is read: the input of every sublayer and the final read."""
+        return 2 * self.num_hidden_layers + 1
+
+    @classmethod
+    def from_base_config(
+        cls, base_config: PreTrainedConfig, block_size: int | None = None, num_blocks: int | None = None, **kwargs
+    ) -> "AttnResConfig":
+        """Configuration of the AttnRes model on a base, the inverse of `to_base_config`.
+
+        Args:
+            base_config (`PreTrainedConfig`):
+                Configuration of a supported architecture.
+            block_size (`int`, *optional*):
+                Sublayers per block, 8 if neither this nor `num_blocks` is given.
+            num_blocks (`int`, *optional*):
+                Number of blocks wanted: takes the smallest block size that makes no more than that.
+            kwargs:
+                Other fields of `AttnResConfig`, such as `attn_res_scale_norm_eps`.
+
+        Raises:
+            ValueError: for an unsupported base, or if both or impossible numbers are given.
+        """
+        check_base_model_type(base_config.model_type)
+        if "attn_res_block_size" in kwargs:
+            raise ValueError("Pass `block_size`, not `attn_res_block_size`, to `from_base_config`.")
+        if block_size is not None and num_blocks is not None:
+            raise ValueError(f"`block_size={block_size}` and `num_blocks={num_blocks}` contradict: give one of them.")
+        if num_blocks is not None:
+            if num_blocks < 1:
+                raise ValueError(f"`num_blocks={num_blocks}` must be >= 1.")
+            block_size = -(-2 * base_config.num_hidden_layers // num_blocks)
+        if block_size is not None:
+            kwargs["attn_res_block_size"] = block_size
+
+        values = {name: value for name, value in copy.deepcopy(vars(base_config)).items() if not name.startswith("_")}
+        values["architectures"] = _rename_architectures(values["architectures"], base_config.model_type, to_base=False)
+        config = cls.from_dict(
+            {**values, "base_model_type": base_config.model_type, "model_type": cls.model_type, **kwargs}
+        )
+        _copy_private(base_config, config)
+        return config
+
+    def to_base_config(self) -> PreTrainedConfig:
+        """The base architecture's configuration, the inverse of `from_base_config`."""
+        base_class = base_config_class(self.base_model_type)
+        left_out = {"base_model_type", "auto_map", *_MIRRORED_ATTRIBUTES}
+        values = {
+            name: value
+            for name, value in copy.deepcopy(vars(self)).items()
+            if not name.startswith(("_", "attn_res_")) and name not in left_out
+        }
+        values["architectures"] = _rename_architectures(values["architectures"], self.base_model_type, to_base=True)
+        base_config = base_class(**values)
+        _copy_private(self, base_config)
+        return base_config
+
+    @classmethod
+    def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
+        config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        return _adopt_base_dict(config_dict), kwargs
+
+    @classmethod
+    def from_dict(cls, config_dict: dict[str, Any], **kwargs):
+        """As in transformers, fields that the architecture does not know are kept as attributes: files may carry some."""
+        config_dict = _adopt_base_dict(config_dict)
+        base_class = base_config_class(config_dict.get("base_model_type", cls.base_model_type))
+        known = {field.name for field in fields(cls)} | _base_keywords(base_class) | _GENERIC_KEYWORDS
+        known |= GenerationConfig._get_default_generation_params().keys()
+        others = {k: v for k, v in config_dict.items() if k not in known and not k.startswith("_")}
+        result = super().from_dict({k: v for k, v in config_dict.items() if k not in others}, **kwargs)
+        config = result[0] if isinstance(result, tuple) else result
+        for name, value in others.items():
+            if name not in kwargs:
+                setattr(config, name, value)
+        return result
+
+    def _remove_keys_not_serialized(self, d: dict[str, Any]):
+        for name in _MIRRORED_ATTRIBUTES:
+            d.pop(name, None)
+        super()._remove_keys_not_serialized(d)
+
+
+def _adopt_base_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
+    """Read the config dict of a base checkpoint as that of the AttnRes model which computes the same."""
+    model_type = config_dict.get("model_type", AttnResConfig.model_type)
+    if model_type == AttnResConfig.model_type:
+        return config_dict
+    check_base_model_type(model_type)
+    architectures = _rename_architectures(config_dict.get("architectures"), model_type, to_base=False)
+    return {
+        "attn_res_scale_norm_eps": True,
+        **config_dict,
+        "model_type": AttnResConfig.model_type,
+        "base_model_type": model_type,
+        "architectures": architectures,
+    }
+
+
+def _rename_architectures(architectures: list[str] | None, base_model_type: str, to_base: bool) -> list[str] | None:
+    """`Qwen3ForCausalLM` <-> `AttnResForCausalLM`; names that are of neither kind stay."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    base = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base_model_type].removesuffix("ForCausalLM")
+    old, new = ("AttnRes", base) if to_base else (base, "AttnRes")
+    if architectures is None:
+        return None
+    return [
+        new + name.removeprefix(old) if name.removeprefix(old).startswith(("For", "Model")) else name
+        for name in architectures
+    ]
+
+
+def _copy_private(source: PreTrainedConfig, target: PreTrainedConfig):
+    """Copy where a config came from and which implementations it asks for, which are no keywords of `__init__`."""
+    for name in (
+        "_name_or_path",
+        "_attn_implementation_internal",
+        "_experts_implementation_internal",
+        "_output_attentions",
+    ):
+        if name in vars(source):
+            target.__dict__[name] = vars(source)[name]
+
+
+__all__ = ["AttnResConfig"]

@@ -1,0 +1,692 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""AttnRes: attention over depth in place of the residual stream (Attention Residuals, arXiv 2603.15031).
+
+A decoder of L/2 layers has L sublayers and L + 1 sites where depth is read: the input of every sublayer, and the end.
+The way of a token: embed; for each layer read depth, attention, read depth, MLP; read depth once more; norm; head. What
+is read are sums of sublayer outputs, never a running stream: the closed blocks, and the partial sum of the open block.
+
+The sublayers, norms, rope, masks and KV caches are those of the base architecture named by `config.base_model_type`,
+under their own parameter names. AttnRes adds `depth_queries` at the root of the model, and nothing else.
+"""
+
+import functools
+import sys
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import conversion_mapping
+from transformers import initialization as init
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation import GenerationMixin
+from transformers.masking_utils import create_masks_for_generate
+from transformers.modeling_layers import (
+    GenericForQuestionAnswering,
+    GenericForSequenceClassification,
+    GenericForTokenClassification,
+    GradientCheckpointingLayer,
+)
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.processing_utils import Unpack
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils.generic import merge_with_config_defaults
+from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+
+from .configuration_attnres import BASE_FAMILIES, AttnResConfig, base_config_class
+from .depth_attention import BlockCache, depth_attention, num_sources
+
+
+@auto_docstring
+@dataclass
+class AttnResModelOutputWithPast(MoeModelOutputWithPast):
+    r"""
+    depth_attentions (`tuple(torch.Tensor)`, *optional*, returned when `output_depth_attentions=True` is passed):
+        One tensor `(batch_size, sequence_length, sources)` per site: the weights with which the input of a sublayer,
+        or at last of the final norm, mixes the embedding, the closed blocks and the partial sum, in this order.
+    """
+
+    depth_attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+@auto_docstring
+@dataclass
+class AttnResCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
+    r"""
+    aux_loss (`torch.FloatTensor`, *optional*):
+        Load-balancing loss of a mixture-of-experts base.
+    depth_attentions (`tuple(torch.Tensor)`, *optional*, returned when `output_depth_attentions=True` is passed):
+        One tensor `(batch_size, sequence_length, sources)` per site, see `AttnResModelOutputWithPast`.
+    """
+
+    depth_attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+class AttnResDepthQueries(nn.Module):
+    """The pseudo-queries and key-norm weights of all sites. Zero queries read the mean of all sources."""
+
+    def __init__(self, config: AttnResConfig):
+        super().__init__()
+        # Small steps away from zero vanish in half precision, so these are at least fp32 in every model
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+        self.query = nn.Parameter(torch.zeros(config.num_sites, config.hidden_size, dtype=dtype))
+        self.key_norm = nn.Parameter(torch.ones(config.num_sites, config.hidden_size, dtype=dtype))
+
+    def forward(self) -> torch.Tensor:
+        """The folded queries `query * key_norm`, `[sites, hidden]`: scores depend on nothing else."""
+        dtype = torch.promote_types(self.query.dtype, torch.float32)
+        return self.query.to(dtype) * self.key_norm.to(dtype)
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        # `model.half()` and `model.to(torch.bfloat16)` come through here
+        def keep_wide(tensor: torch.Tensor) -> torch.Tensor:
+            applied = fn(tensor)
+            return tensor.to(applied.device) if applied.dtype in (torch.float16, torch.bfloat16) else applied
+
+        return super()._apply(keep_wide, recurse)
+
+
+class AttnResDepthRead(nn.Module):
+    """One read over depth. A module, without parameters, so that `output_depth_attentions` can hook its output."""
+
+    def __init__(self, config: AttnResConfig, site: int):
+        super().__init__()
+        self.site = site
+        self.eps = config.attn_res_norm_eps
+
+    def forward(
+        self,
+        queries: torch.Tensor,
+        partial: torch.Tensor,
+        *blocks: torch.Tensor,
+        block_cache: BlockCache | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Mix of the closed blocks and the pending partial sum, and its weights unless the block cache gave it."""
+        if block_cache is not None:
+            return block_cache.read(self.site, partial), None
+        return depth_attention(queries[self.site], [*blocks, partial], self.eps)
+
+
+class AttnResLayerNorm(nn.Module):
+    """A LayerNorm without weight or bias, for bases whose own one has its epsilon written into the code."""
+
+    def __init__(self, hidden_size: int, eps: float):
+        super().__init__()
+        self.normalized_shape = (hidden_size,)
+        self.eps = eps
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        normalized = nn.functional.layer_norm(hidden_states.float(), self.normalized_shape, eps=self.eps)
+        return normalized.to(hidden_states.dtype)
+
+
+def norm_of_read(norm: nn.Module, config: AttnResConfig, site: int) -> nn.Module:
+    """The base's norm behind the read at `site`, its epsilon scaled if the config asks for it.
+
+    With zero queries a read is the residual stream over n sources; eps / n^2 makes the norm of it that of the stream.
+    """
+    if not config.attn_res_scale_norm_eps:
+        return norm
+    scale = num_sources(site, config.attn_res_block_size) ** -2
+    fixed_eps = BASE_FAMILIES[config.base_model_type].fixed_norm_eps
+    if fixed_eps is not None:
+        return AttnResLayerNorm(config.hidden_size, eps=fixed_eps * scale)
+    name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
+    setattr(norm, name, getattr(norm, name) * scale)
+    return norm
+
+
+class AttnResDecoderLayer(GradientCheckpointingLayer):
+    """The sublayers of one layer of the base, each reading its input over depth."""
+
+    def __init__(self, config: AttnResConfig, layer_idx: int, base_layer: nn.Module):
+        super().__init__()
+        self.layer_idx = layer_idx
+        self.block_size = config.attn_res_block_size
+        layer_types = getattr(config, "layer_types", None)
+        self.is_recurrent = layer_types is not None and layer_types[layer_idx] == "linear_attention"
+        family = BASE_FAMILIES[config.base_model_type]
+        self.attention_dropout_name, self.mlp_dropout_name = family.attention_dropout, family.mlp_dropout
+        self.residual_multiplier = getattr(config, family.residual_multiplier) if family.residual_multiplier else None
+
+        for name, module in base_layer.named_children():
+            self.add_module(name, module)
+        self.attention_name = "linear_attn" if hasattr(self, "linear_attn") else "self_attn"
+        self.input_layernorm = norm_of_read(self.input_layernorm, config, 2 * layer_idx)
+        self.post_attention_layernorm = norm_of_read(self.post_attention_layernorm, config, 2 * layer_idx + 1)
+        self.attention_read = AttnResDepthRead(config, 2 * layer_idx)
+        self.mlp_read = AttnResDepthRead(config, 2 * layer_idx + 1)
+
+    def forward(
+        self,
+        hidden_states: torch.Tensor,
+        queries: torch.Tensor,
+        *blocks: torch.Tensor,
+        block_cache: BlockCache | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        use_cache: bool | None = False,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, ...]:
+        """
+        Args:
+            hidden_states: the pending partial sum (for the first layer: the embeddings), `[batch, seq, hidden]`.
+            queries: the folded queries of all sites, `[sites, hidden]`.
+            blocks: the closed blocks, `[batch, seq, hidden]` each; none if a `block_cache` holds them.
+
+        Returns:
+            The new pending partial sum, then the blocks that this layer has closed, unless they went into `block_cache`.
+        """
+        partial, num_given = hidden_states, len(blocks)
+
+        hidden_states, _ = self.attention_read(queries, partial, *blocks, block_cache=block_cache)
+        output = self.attend(
+            self.input_layernorm(hidden_states),
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            position_embeddings=position_embeddings,
+            **kwargs,
+        )
+        if self.attention_dropout_name is not None:
+            output = getattr(self, self.attention_dropout_name)(output)
+        partial, blocks = self.accumulate(2 * self.layer_idx, output, partial, blocks, block_cache)
+
+        hidden_states, _ = self.mlp_read(queries, partial, *blocks, block_cache=block_cache)
+        output = self.mlp(self.post_attention_layernorm(hidden_states))
+        output = output[0] if isinstance(output, tuple) else output
+        if self.mlp_dropout_name is not None:
+            output = getattr(self, self.mlp_dropout_name)(output)
+        partial, blocks = self.accumulate(2 * self.layer_idx + 1, output, partial, blocks, block_cache)
+
+        return partial, *blocks[num_given:]
+
+    def attend(self, hidden_states: torch.Tensor, past_key_values: Cache | None, **kwargs) -> torch.Tensor:
+        """The token mixer of the base's layer."""
+        attention = getattr(self, self.attention_name)
+        if self.is_recurrent:
+            mask = kwargs.pop("attention_mask")
+            for name in ("position_ids", "position_embeddings", "use_cache"):
+                kwargs.pop(name)
+            return attention(hidden_states=hidden_states, cache_params=past_key_values, attention_mask=mask, **kwargs)
+        if kwargs["position_embeddings"] is None:
+            kwargs.pop("position_embeddings")
+        return attention(hidden_states=hidden_states, past_key_values=past_key_values, **kwargs)[0]
+
+    def accumulate(
+        self,
+        site: int,
+        output: torch.Tensor,
+        partial: torch.Tensor,
+        blocks: tuple[torch.Tensor, ...],
+        block_cache: BlockCache | None,
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
+        """Add a sublayer's output to the partial sum; at the first site of a block close it and begin a new one."""
+        if self.residual_multiplier is not None:
+            output = output * self.residual_multiplier
+        # Sums keep the dtype of the embeddings, as a residual stream does under autocast
+        output = output.to(partial.dtype)
+        if site % self.block_size != 0:
+            return partial + output, blocks
+        return output, blocks if block_cache is not None else (*blocks, partial)
+
+
+class _ActiveConversionMapping(list):
+    """The checkpoint conversion of the base whose model this thread has last built or is about to save.
+
+    transformers looks conversions up by model type, in one registry for the process, and copies what it finds. All
+    AttnRes models share a model type but not a base; the copy is where they part, per thread.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.active = threading.local()
+
+    def __deepcopy__(self, memo):
+        base_config = getattr(self.active, "base", None)
+        if base_config is None:
+            return None
+        by_class_name = conversion_mapping.get_checkpoint_conversion_mapping(base_config[1])
+        return by_class_name or conversion_mapping.get_checkpoint_conversion_mapping(base_config[0])
+
+
+_CONVERSION_MAPPING = _ActiveConversionMapping()
+conversion_mapping.register_checkpoint_conversion_mapping("attnres", _CONVERSION_MAPPING, overwrite=True)
+
+
+@functools.lru_cache
+def base_model_classes(base_model_type: str) -> tuple[type[PreTrainedModel], type[PreTrainedModel]]:
+    """The base model class and the causal LM class of a supported architecture."""
+    config_class = base_config_class(base_model_type)
+    return MODEL_MAPPING[config_class], MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
+
+
+# Of the base, set on every instance: what its modules can do and need
+_BASE_FLAGS = (
+    "_supports_sdpa",
+    "_supports_flash_attn",
+    "_supports_flex_attn",
+    "_supports_attention_backend",
+    "_supports_context_parallel",
+    "_can_compile_fullgraph",
+    "_is_stateful",
+    "_compatible_flash_implementations",
+    "_keep_in_fp32_modules",
+    "_keys_to_ignore_on_load_unexpected",
+)
+
+
+@auto_docstring
+class AttnResPreTrainedModel(PreTrainedModel):
+    config: AttnResConfig
+    base_model_prefix = "model"
+    supports_gradient_checkpointing = True
+    _no_split_modules = ["AttnResDecoderLayer", "AttnResDepthQueries"]
+    _skip_keys_device_placement = ["past_key_values"]
+    _keep_in_fp32_modules_strict = ["depth_queries"]
+    # Recorders are looked up by class name, so they are those of every base met in this process: a hook goes only where
+    # a module of its class is
+    _can_record_outputs = {
+        "hidden_states": AttnResDecoderLayer,
+        "depth_attentions": OutputRecorder(AttnResDepthRead, index=1),
+        "attentions": [],
+        "router_logits": [],
+    }
+
+    def __init__(self, config: AttnResConfig):
+        base_class, _ = base_model_classes(config.base_model_type)
+        for name in _BASE_FLAGS:
+            setattr(self, name, getattr(base_class, name, None))
+        self._keep_in_fp32_modules_strict = [
+            *AttnResPreTrainedModel._keep_in_fp32_modules_strict,
+            *(base_class._keep_in_fp32_modules_strict or []),
+        ]
+        for name in ("attentions", "router_logits"):
+            recorders = AttnResPreTrainedModel._can_record_outputs[name]
+            recorder = (base_class._can_record_outputs or {}).get(name)
+            if recorder is not None and recorder not in recorders:
+                recorders.append(recorder)
+        self.use_base_conversion_mapping(config)
+        super().__init__(config)
+
+    @classmethod
+    def use_base_conversion_mapping(cls, config: AttnResConfig):
+        """Checkpoints keep the base's own format plus two tensors: name the base before one is read or written."""
+        _, causal_lm_class = base_model_classes(config.base_model_type)
+        _CONVERSION_MAPPING.active.base = (config.base_model_type, causal_lm_class.__name__)
+
+    def save_pretrained(self, *args, **kwargs):
+        self.use_base_conversion_mapping(self.config)
+        return super().save_pretrained(*args, **kwargs)
+
+    @torch.no_grad()
+    def _init_weights(self, module):
+        if isinstance(module, AttnResDepthQueries):
+            init.zeros_(module.query)
+            init.ones_(module.key_norm)
+            return
+        # The base's own initialisation is a method that needs no more than a config
+        base_class, _ = base_model_classes(self.config.base_model_type)
+        base_model = base_class.__new__(base_class)
+        base_model.__dict__["config"] = self.config
+        base_model._init_weights(module)
+
+    @classmethod
+    def _can_set_experts_implementation(cls) -> bool:
+        # transformers looks for a decorator in the source of this file; the experts are in the base's
+        return True
+
+    def _grouped_mm_can_dispatch(self) -> bool:
+        base_class, _ = base_model_classes(self.config.base_model_type)
+        if not base_class._can_set_experts_implementation():
+            raise ValueError(
+                f"The base `{self.config.base_model_type}` does not support setting experts implementation."
+            )
+        return True
+
+
+@auto_docstring
+class AttnResModel(AttnResPreTrainedModel):
+    def __init__(self, config: AttnResConfig):
+        super().__init__(config)
+        base_class, _ = base_model_classes(config.base_model_type)
+        family = BASE_FAMILIES[config.base_model_type]
+        # The base consumes this attribute of the config, which is ours to consume
+        gradient_checkpointing = getattr(config, "gradient_checkpointing", None)
+        base_model = base_class(config)
+        if gradient_checkpointing is not None:
+            config.gradient_checkpointing = gradient_checkpointing
+
+        self.embed_tokens = base_model.embed_tokens
+        self.layers = nn.ModuleList(
+            [AttnResDecoderLayer(config, i, base_layer) for i, base_layer in enumerate(base_model.layers)]
+        )
+        self.norm = norm_of_read(base_model.norm, config, config.num_sites - 1)
+        self.rotary_emb = getattr(base_model, "rotary_emb", None)
+        self.depth_queries = AttnResDepthQueries(config)
+        self.final_depth_read = AttnResDepthRead(config, config.num_sites - 1)
+        self.embedding_multiplier = (
+            getattr(config, family.embedding_multiplier) if family.embedding_multiplier else None
+        )
+        self.embedding_dropout = getattr(config, family.embedding_dropout) if family.embedding_dropout else None
+        self.gradient_checkpointing = False
+
+        self.post_init()
+
+    @merge_with_config_defaults
+    @capture_outputs
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> AttnResModelOutputWithPast:
+        if (input_ids is None) ^ (inputs_embeds is not None):
+            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
+        if inputs_embeds is None:
+            inputs_embeds = self.embed_tokens(input_ids)
+        if use_cache and past_key_values is None:
+            past_key_values = DynamicCache(config=self.config)
+
+        hidden_states = inputs_embeds
+        if self.embedding_multiplier is not None:
+            hidden_states = hidden_states * self.embedding_multiplier
+        if self.embedding_dropout is not None:
+            hidden_states = nn.functional.dropout(hidden_states, p=self.embedding_dropout, training=self.training)
+
+        queries = self.depth_queries()
+        partial, blocks = self.run_layers(
+            0,
+            self.config.num_hidden_layers,
+            hidden_states,
+            (),
+            queries=queries,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            use_cache=use_cache,
+            **kwargs,
+        )
+        hidden_states = self.norm(self.final_read(partial, blocks, queries=queries))
+        return AttnResModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+
+    def run_layers(
+        self,
+        start: int,
+        end: int,
+        partial: torch.Tensor,
+        blocks: tuple[torch.Tensor, ...] | BlockCache,
+        queries: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | dict | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | BlockCache]:
+        """Run the layers `start` to `end - 1`: all that a pipeline stage does between its first and last layer.
+
+        Args:
+            partial: the pending partial sum in front of layer `start` (of layer 0: the embeddings), `[batch, seq, hidden]`.
+            blocks: the blocks closed in front of layer `start`, in the order of depth, each of the same shape.
+            queries: result of `depth_queries()`, if it is at hand.
+
+        Returns:
+            The same two for layer `end`. Without gradients the blocks are a `BlockCache`, a sequence of such tensors.
+        """
+        if position_ids is None:
+            past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
+            position_ids = torch.arange(partial.shape[1], device=partial.device) + past_seen_tokens
+            position_ids = position_ids.unsqueeze(0)
+        if not isinstance(attention_mask, dict):
+            attention_mask = create_masks_for_generate(
+                config=self.config,
+                inputs_embeds=partial,
+                attention_mask=attention_mask,
+                past_key_values=past_key_values,
+                position_ids=position_ids,
+            )
+        position_embeddings = self.rotary_emb(partial, position_ids) if self.rotary_emb is not None else None
+        queries = self.depth_queries() if queries is None else queries
+        block_cache = self.open_block_cache(start, queries, partial, blocks, past_key_values, **kwargs)
+        if block_cache is not None:
+            blocks = ()
+
+        for i, layer in enumerate(self.layers[start:end], start=start):
+            mask = attention_mask[self.config.layer_types[i]] if isinstance(attention_mask, dict) else attention_mask
+            partial, *closed = layer(
+                partial,
+                queries,
+                *blocks,
+                block_cache=block_cache,
+                attention_mask=mask,
+                position_ids=position_ids,
+                past_key_values=past_key_values,
+                position_embeddings=position_embeddings,
+                **kwargs,
+            )
+            blocks = (*blocks, *closed)
+        return partial, blocks if block_cache is None else block_cache
+
+    def open_block_cache(
+        self,
+        start: int,
+        queries: torch.Tensor,
+        partial: torch.Tensor,
+        blocks: tuple[torch.Tensor, ...] | BlockCache,
+        past_key_values: Cache | None,
+        output_depth_attentions: bool | None = None,
+        **kwargs,
+    ) -> BlockCache | None:
+        """The block cache for two-phase reads from layer `start` on; none where gradients or weights are asked for."""
+        if isinstance(blocks, BlockCache):
+            blocks.rewind(2 * start)
+            return blocks
+        if output_depth_attentions is None:
+            output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
+        if torch.is_grad_enabled() or output_depth_attentions:
+            return None
+        # From one step of generation to the next the buffers travel with the KV cache. A compiled graph plans its own
+        if past_key_values is None or torch.compiler.is_compiling():
+            block_cache = BlockCache()
+        else:
+            block_cache = past_key_values.__dict__.setdefault("block_cache", BlockCache())
+        block_cache.start(queries, partial, self.config.attn_res_block_size, self.config.attn_res_norm_eps)
+        for block in blocks:
+            block_cache.append(block)
+        return block_cache
+
+    def final_read(
+        self,
+        partial: torch.Tensor,
+        blocks: tuple[torch.Tensor, ...] | BlockCache,
+        queries: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The read behind the last layer, `[batch, seq, hidden]`; arguments as returned by `run_layers`."""
+        queries = self.depth_queries() if queries is None else queries
+        if isinstance(blocks, BlockCache):
+            return self.final_depth_read(queries, partial, block_cache=blocks)[0]
+        return self.final_depth_read(queries, partial, *blocks)[0]
+
+
+@auto_docstring
+class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
+    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
+    _tp_plan = {"lm_head": "colwise_gather_output"}
+    _fsdp_plan = {"lm_head": "keep_full_weight"}
+
+    def __init__(self, config: AttnResConfig):
+        super().__init__(config)
+        _, causal_lm_class = base_model_classes(config.base_model_type)
+        self._tied_weights_keys = causal_lm_class._tied_weights_keys
+        self.model = AttnResModel(config)
+        self.vocab_size = config.vocab_size
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+        self.post_init()
+
+    @can_return_tuple
+    @auto_docstring
+    def forward(
+        self,
+        input_ids: torch.LongTensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.LongTensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.LongTensor | None = None,
+        use_cache: bool | None = None,
+        output_router_logits: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: Unpack[TransformersKwargs],
+    ) -> AttnResCausalLMOutputWithPast:
+        r"""
+        Example:
+
+        ```python
+        >>> import attnres
+        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
+
+        >>> model = AutoModelForCausalLM.from_pretrained("path/to/attnres-model")
+        >>> tokenizer = AutoTokenizer.from_pretrained("path/to/attnres-model")
+
+        >>> inputs = tokenizer("def fibonacci(", return_tensors="pt")
+        >>> generate_ids = model.generate(**inputs, max_new_tokens=30)
+        >>> tokenizer.batch_decode(generate_ids)[0]
+        ```"""
+        if output_router_logits is None:
+            output_router_logits = getattr(self.config, "output_router_logits", False)
+        outputs: AttnResModelOutputWithPast = self.model(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=past_key_values,
+            inputs_embeds=inputs_embeds,
+            use_cache=use_cache,
+            output_router_logits=output_router_logits,
+            **kwargs,
+        )
+        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
+        logits = self.lm_head(hidden_states)
+        logits_scaling = BASE_FAMILIES[self.config.base_model_type].logits_scaling
+        if logits_scaling is not None:
+            logits = logits / getattr(self.config, logits_scaling)
+
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        aux_loss = self.load_balancing_loss(outputs.router_logits, attention_mask) if output_router_logits else None
+        if loss is not None and aux_loss is not None:
+            loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
+
+        return AttnResCausalLMOutputWithPast(
+            loss=loss,
+            aux_loss=aux_loss,
+            logits=logits,
+            past_key_values=outputs.past_key_values,
+            hidden_states=outputs.hidden_states,
+            attentions=outputs.attentions,
+            router_logits=outputs.router_logits,
+            depth_attentions=outputs.depth_attentions,
+        )
+
+    def load_balancing_loss(
+        self, router_logits: tuple[torch.Tensor, ...] | None, attention_mask: torch.Tensor | None
+    ) -> torch.Tensor | None:
+        """The auxiliary loss of the base's own causal LM; `None` if it has none or nothing was routed."""
+        _, causal_lm_class = base_model_classes(self.config.base_model_type)
+        loss_func = getattr(sys.modules[causal_lm_class.__module__], "load_balancing_loss_func", None)
+        if loss_func is None or not router_logits:
+            return None
+        num_experts = getattr(self.config, "num_experts", None) or self.config.num_local_experts
+        return loss_func(router_logits, num_experts, self.config.num_experts_per_tok, attention_mask)
+
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
+        # Phi3 with longrope switches to other frequencies behind this length: what was cached before does not fit them
+        switch_length = getattr(self.config, "original_max_position_embeddings", None)
+        if self.config.base_model_type == "phi3" and past_key_values and input_ids.shape[1] > switch_length:
+            if past_key_values.get_seq_length() <= switch_length:
+                past_key_values = None
+                kwargs["next_sequence_length"] = None
+        return super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+
+
+def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
+    """The positions whose logits are wanted, as in transformers since 5.20.
+
+    Args:
+        logits_to_keep: an int, the last so many (0: all); 1-D, these positions of every sample; 2-D integer, positions
+            per sample; 2-D boolean, a mask whose selection comes out flat.
+    """
+    if isinstance(logits_to_keep, int):
+        return hidden_states[:, slice(-logits_to_keep, None), :]
+    if logits_to_keep.ndim < 2:
+        return hidden_states[:, logits_to_keep, :]
+    if logits_to_keep.dtype == torch.bool:
+        return hidden_states[logits_to_keep]
+    return torch.take_along_dim(hidden_states, logits_to_keep[..., None], dim=1)
+
+
+class AttnResForSequenceClassification(GenericForSequenceClassification, AttnResPreTrainedModel):
+    # The generic heads make their model through `AutoModel`, which knows nothing of code from a Hub repository
+    def __init__(self, config: AttnResConfig):
+        AttnResPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = AttnResModel(config)
+        self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
+
+        self.post_init()
+
+
+class AttnResForTokenClassification(GenericForTokenClassification, AttnResPreTrainedModel):
+    def __init__(self, config: AttnResConfig):
+        AttnResPreTrainedModel.__init__(self, config)
+        self.num_labels = config.num_labels
+        self.model = AttnResModel(config)
+        dropout = getattr(config, "classifier_dropout", None)
+        if dropout is None:
+            dropout = getattr(config, "hidden_dropout", None)
+        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        self.score = nn.Linear(config.hidden_size, config.num_labels)
+
+        self.post_init()
+
+
+class AttnResForQuestionAnswering(GenericForQuestionAnswering, AttnResPreTrainedModel):
+    def __init__(self, config: AttnResConfig):
+        AttnResPreTrainedModel.__init__(self, config)
+        self.model = AttnResModel(config)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+
+        self.post_init()
+
+
+__all__ = [
+    "AttnResForCausalLM",
+    "AttnResForQuestionAnswering",
+    "AttnResForSequenceClassification",
+    "AttnResForTokenClassification",
+    "AttnResModel",
+    "AttnResPreTrainedModel",
+]
