@@ -49,7 +49,7 @@ def __dir__() -> list[str]:
 
 def _register_config(auto_module):
     auto_module.CONFIG_MAPPING_NAMES["attnres"] = "AttnResConfig"
-    auto_module.CONFIG_MAPPING._modules["attnres"] = sys.modules[__name__]
+    auto_module.CONFIG_MAPPING._modules.setdefault("attnres", sys.modules[__name__])
 
 
 def _register_models(auto_module):
@@ -63,14 +63,15 @@ def _register_models(auto_module):
         mapping = getattr(auto_module, f"MODEL{task}_MAPPING")
         mapping._model_mapping["attnres"] = class_name
         mapping._reverse_config_mapping["AttnResConfig"] = "attnres"
-        mapping._modules["attnres"] = sys.modules[__name__]
+        mapping._modules.setdefault("attnres", sys.modules[__name__])
 
 
 class _AutoClassRegistration(importlib.abc.MetaPathFinder):
     """Registers the names of our classes in transformers' lazy mappings, as soon as those exist.
 
-    `AutoModel.register` takes classes, and importing what those need takes seconds. The mappings themselves go from name
-    to class when one is looked up, which is all that is wanted here.
+    `AutoModel.register` takes classes, and importing what those need takes seconds. The mappings themselves go from
+    name to class when one is looked up, which is all that is wanted here. The first registration stays: pytest imports
+    this file a second time, under the name of its folder.
     """
 
     callbacks = {

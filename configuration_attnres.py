@@ -16,6 +16,7 @@
 import copy
 import difflib
 import functools
+import re
 from dataclasses import dataclass, fields
 from typing import Any
 
@@ -119,13 +120,20 @@ def base_config_class(base_model_type: str) -> type[PreTrainedConfig]:
 @functools.lru_cache
 def _base_keywords(base_class: type[PreTrainedConfig]) -> frozenset[str]:
     """Names that a base architecture's own config gives a meaning to, generic ones left out."""
-    names = {field.name for field in fields(base_class)} | {
-        *base_class.attribute_map,
-        *base_class.attribute_map.values(),
-    }
-    names |= {*vars(base_class()), *BASE_FAMILIES[base_class.model_type].legacy_keywords, *_ROPE_KEYWORDS}
+    names = {field.name for field in fields(base_class)} | {*vars(base_class())} | _ROPE_KEYWORDS
+    names |= {*base_class.attribute_map, *base_class.attribute_map.values()}
+    names |= {*BASE_FAMILIES[base_class.model_type].legacy_keywords}
     generic = {field.name for field in fields(PreTrainedConfig)} | _GENERIC_KEYWORDS
     return frozenset(name for name in names - generic if not name.startswith("_"))
+
+
+def _is_known(name: str, base_class: type[PreTrainedConfig]) -> bool:
+    return (
+        name in _base_keywords(base_class)
+        or name in _GENERIC_KEYWORDS
+        or name in GenerationConfig._get_default_generation_params()
+        or name.startswith("_")
+    )
 
 
 @auto_docstring(checkpoint="attnres")
@@ -178,9 +186,10 @@ class AttnResConfig(PreTrainedConfig):
             base_kwargs["tie_word_embeddings"] = self.tie_word_embeddings
         base_config = base_class(**base_kwargs)
 
-        self.__dict__.update(
-            {name: getattr(base_class, name) for name in _MIRRORED_ATTRIBUTES if hasattr(base_class, name)}
-        )
+        # Straight into the instance: an attribute map that is half set would misdirect `setattr`
+        for name in _MIRRORED_ATTRIBUTES:
+            if hasattr(base_class, name):
+                self.__dict__[name] = getattr(base_class, name)
         for name, value in vars(base_config).items():
             if name in _base_keywords(base_class):
                 self.__dict__[name] = value
@@ -188,18 +197,16 @@ class AttnResConfig(PreTrainedConfig):
         self.validate_attn_res()
 
     def _check_known(self, kwargs: dict[str, Any], base_class: type[PreTrainedConfig]):
-        known = (
-            _base_keywords(base_class) | _GENERIC_KEYWORDS | GenerationConfig._get_default_generation_params().keys()
-        )
         for name, value in kwargs.items():
-            if name in known or name.startswith("_"):
+            if _is_known(name, base_class):
                 continue
             own = [field.name for field in fields(self)]
-            close = difflib.get_close_matches(name, [*known, *own], n=3)
-            hint = f" Did you mean {', '.join(f'`{match}`' for match in close)}?" if close else ""
+            close = difflib.get_close_matches(name, [*_base_keywords(base_class), *own], n=3)
             raise ValueError(
-                f"Unknown field `{name}={value!r}` for an AttnRes model on base `{self.base_model_type}`: allowed are the"
-                f" fields of `{base_class.__name__}` and {', '.join(f'`{n}`' for n in own if n.startswith(('base', 'attn_res')))}.{hint}"
+                f"Unknown field `{name}={value!r}` for an AttnRes model on base `{self.base_model_type}`."
+                f" Allowed are the fields of `{base_class.__name__}` and"
+                f" {', '.join(name for name in own if name.startswith(('base_model_type', 'attn_res_')))}."
+                + (f" Did you mean {' or '.join(close)}?" if close else "")
             )
 
     def validate_attn_res(self):
@@ -263,9 +270,8 @@ class AttnResConfig(PreTrainedConfig):
 
         values = {name: value for name, value in copy.deepcopy(vars(base_config)).items() if not name.startswith("_")}
         values["architectures"] = _rename_architectures(values["architectures"], base_config.model_type, to_base=False)
-        config = cls.from_dict(
-            {**values, "base_model_type": base_config.model_type, "model_type": cls.model_type, **kwargs}
-        )
+        values.update(kwargs, base_model_type=base_config.model_type, model_type=cls.model_type)
+        config = cls.from_dict(values)
         _copy_private(base_config, config)
         return config
 
@@ -290,12 +296,11 @@ class AttnResConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """As in transformers, fields that the architecture does not know are kept as attributes: files may carry some."""
+        """As in transformers, fields that the architecture does not know become attributes: files may carry some."""
         config_dict = _adopt_base_dict(config_dict)
         base_class = base_config_class(config_dict.get("base_model_type", cls.base_model_type))
-        known = {field.name for field in fields(cls)} | _base_keywords(base_class) | _GENERIC_KEYWORDS
-        known |= GenerationConfig._get_default_generation_params().keys()
-        others = {k: v for k, v in config_dict.items() if k not in known and not k.startswith("_")}
+        own = {field.name for field in fields(cls)}
+        others = {k: v for k, v in config_dict.items() if k not in own and not _is_known(k, base_class)}
         result = super().from_dict({k: v for k, v in config_dict.items() if k not in others}, **kwargs)
         config = result[0] if isinstance(result, tuple) else result
         for name, value in others.items():
@@ -333,22 +338,14 @@ def _rename_architectures(architectures: list[str] | None, base_model_type: str,
     old, new = ("AttnRes", base) if to_base else (base, "AttnRes")
     if architectures is None:
         return None
-    return [
-        new + name.removeprefix(old) if name.removeprefix(old).startswith(("For", "Model")) else name
-        for name in architectures
-    ]
+    return [re.sub(rf"^{old}(?=For|Model$)", new, name) for name in architectures]
 
 
 def _copy_private(source: PreTrainedConfig, target: PreTrainedConfig):
     """Copy where a config came from and which implementations it asks for, which are no keywords of `__init__`."""
-    for name in (
-        "_name_or_path",
-        "_attn_implementation_internal",
-        "_experts_implementation_internal",
-        "_output_attentions",
-    ):
-        if name in vars(source):
-            target.__dict__[name] = vars(source)[name]
+    for name in ("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions"):
+        target.__dict__[name] = vars(source)[name]
+    target._name_or_path = source._name_or_path
 
 
 __all__ = ["AttnResConfig"]

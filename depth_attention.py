@@ -22,10 +22,12 @@ Only the product `w * gamma` matters, so every function here takes that folded `
 least fp32. The same read is written three times:
 
 - `depth_attention_reference`: the equation, literally. What the other two are compared with.
-- `depth_attention`: one read with a backward pass of its own, which keeps nothing but the sources and per-token numbers.
+- `depth_attention`: one read with a backward pass of its own, which keeps nothing but the sources and a few numbers.
 - `BlockCache`: the two-phase computation of the paper for inference. Closed blocks are normalised once, read once per
   block by all its queries together (phase 1), and merged with the partial sum at every site (phase 2).
 """
+
+import weakref
 
 import torch
 from torch.autograd.function import once_differentiable
@@ -64,7 +66,7 @@ def inverse_rms(values: torch.Tensor, eps: float) -> torch.Tensor:
 
 
 class DepthAttentionFunction(torch.autograd.Function):
-    """One read over a few sources. Saves the sources, which are alive anyway, and three numbers per token and source."""
+    """One read. Saves the sources, which are alive anyway, and three numbers per token and source."""
 
     @staticmethod
     def forward(ctx, query: torch.Tensor, eps: float, *sources: torch.Tensor):
@@ -102,7 +104,7 @@ class DepthAttentionFunction(torch.autograd.Function):
 
 
 def depth_attention(query: torch.Tensor, sources: list[torch.Tensor], eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """The read of `depth_attention_reference`, with the same arguments and results and a backward pass that is frugal."""
+    """The read of `depth_attention_reference`, same arguments and results, with a backward pass that saves little."""
     return DepthAttentionFunction.apply(query, eps, *sources)
 
 
@@ -138,6 +140,10 @@ def merge_partial(
     return torch.lerp(mix, wide_partial, alpha.unsqueeze(-1)).to(partial.dtype)
 
 
+# A generation is known by its KV cache, and its buffers are freed with it
+_BLOCK_CACHES = weakref.WeakKeyDictionary()
+
+
 class BlockCache:
     """The sources of one forward pass, kept for two-phase reads: to depth what a KV cache is to time.
 
@@ -151,6 +157,11 @@ class BlockCache:
     def __init__(self):
         self.values = None
         self.num_closed = 0
+
+    @classmethod
+    def beside(cls, kv_cache) -> "BlockCache":
+        """The block cache of the generation whose KV cache this is, from its first forward pass to its last."""
+        return _BLOCK_CACHES.setdefault(kv_cache, cls())
 
     def start(self, queries: torch.Tensor, partial: torch.Tensor, block_size: int, eps: float):
         """Empty the cache for a forward pass.
@@ -194,7 +205,7 @@ class BlockCache:
         return self.values[:, index].view(self.shape)
 
     def append(self, block: torch.Tensor):
-        """Close a block, `[batch, seq, hidden]`: keep its value and its scores for every site that can still read it."""
+        """Close a block, `[batch, seq, hidden]`: keep it, and its scores for every site that can still read it."""
         self._follow(block.device)
         block, first_site = block.flatten(0, -2), self.num_closed * self.block_size
         self.values[:, self.num_closed] = block
@@ -204,7 +215,7 @@ class BlockCache:
         self.num_closed += 1
 
     def read(self, site: int, partial: torch.Tensor) -> torch.Tensor:
-        """Input of `site`, `[batch, seq, hidden]`. At the first site of a block, `partial` is the block that closes."""
+        """Input of `site`, `[batch, seq, hidden]`. At the first site of a block, `partial` is the one that closes."""
         self._follow(partial.device)
         block, offset = divmod(site, self.block_size)
         if offset == 0:

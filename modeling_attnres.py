@@ -14,8 +14,9 @@
 """AttnRes: attention over depth in place of the residual stream (Attention Residuals, arXiv 2603.15031).
 
 A decoder of L/2 layers has L sublayers and L + 1 sites where depth is read: the input of every sublayer, and the end.
-The way of a token: embed; for each layer read depth, attention, read depth, MLP; read depth once more; norm; head. What
-is read are sums of sublayer outputs, never a running stream: the closed blocks, and the partial sum of the open block.
+The way of a token: embed; for each layer read depth, attention, read depth, MLP; read depth once more; norm; head.
+What is read are sums of sublayer outputs, never a running stream: the closed blocks, and the partial sum of the open
+block.
 
 The sublayers, norms, rope, masks and KV caches are those of the base architecture named by `config.base_model_type`,
 under their own parameter names. AttnRes adds `depth_queries` at the root of the model, and nothing else.
@@ -140,6 +141,7 @@ def norm_of_read(norm: nn.Module, config: AttnResConfig, site: int) -> nn.Module
 
     With zero queries a read is the residual stream over n sources; eps / n^2 makes the norm of it that of the stream.
     """
+    # CODEPATH: checkpoints converted from a PreNorm one scale; those trained from scratch keep the base's epsilon
     if not config.attn_res_scale_norm_eps:
         return norm
     scale = num_sources(site, config.attn_res_block_size) ** -2
@@ -192,7 +194,7 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
             blocks: the closed blocks, `[batch, seq, hidden]` each; none if a `block_cache` holds them.
 
         Returns:
-            The new pending partial sum, then the blocks that this layer has closed, unless they went into `block_cache`.
+            The new pending partial sum, then the blocks that this layer has closed (none with a `block_cache`).
         """
         partial, num_given = hidden_states, len(blocks)
 
@@ -279,8 +281,10 @@ def base_model_classes(base_model_type: str) -> tuple[type[PreTrainedModel], typ
     return MODEL_MAPPING[config_class], MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 
 
-# Of the base, set on every instance: what its modules can do and need
+# Of the base, set on every instance: what its modules can do and need. The first is a method of the class that looks for
+# a decorator in the source around it; the experts that would carry it are in the base's
 _BASE_FLAGS = (
+    "_can_set_experts_implementation",
     "_supports_sdpa",
     "_supports_flash_attn",
     "_supports_flex_attn",
@@ -302,8 +306,8 @@ class AttnResPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["AttnResDecoderLayer", "AttnResDepthQueries"]
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["depth_queries"]
-    # Recorders are looked up by class name, so they are those of every base met in this process: a hook goes only where
-    # a module of its class is
+    # Recorders are looked up by class name, so these are of every base met in this process; a hook goes only where a
+    # module of its class is
     _can_record_outputs = {
         "hidden_states": AttnResDecoderLayer,
         "depth_attentions": OutputRecorder(AttnResDepthRead, index=1),
@@ -311,6 +315,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
         "router_logits": [],
     }
 
+    # Abstract: the classes below end in `post_init`. trf-ignore: TRF013
     def __init__(self, config: AttnResConfig):
         base_class, _ = base_model_classes(config.base_model_type)
         for name in _BASE_FLAGS:
@@ -337,6 +342,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
         self.use_base_conversion_mapping(self.config)
         return super().save_pretrained(*args, **kwargs)
 
+    # The base's method calls that of `PreTrainedModel`. trf-ignore: TRF018
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, AttnResDepthQueries):
@@ -348,19 +354,6 @@ class AttnResPreTrainedModel(PreTrainedModel):
         base_model = base_class.__new__(base_class)
         base_model.__dict__["config"] = self.config
         base_model._init_weights(module)
-
-    @classmethod
-    def _can_set_experts_implementation(cls) -> bool:
-        # transformers looks for a decorator in the source of this file; the experts are in the base's
-        return True
-
-    def _grouped_mm_can_dispatch(self) -> bool:
-        base_class, _ = base_model_classes(self.config.base_model_type)
-        if not base_class._can_set_experts_implementation():
-            raise ValueError(
-                f"The base `{self.config.base_model_type}` does not support setting experts implementation."
-            )
-        return True
 
 
 @auto_docstring
@@ -448,7 +441,7 @@ class AttnResModel(AttnResPreTrainedModel):
         """Run the layers `start` to `end - 1`: all that a pipeline stage does between its first and last layer.
 
         Args:
-            partial: the pending partial sum in front of layer `start` (of layer 0: the embeddings), `[batch, seq, hidden]`.
+            partial: the pending partial sum in front of layer `start` (0: the embeddings), `[batch, seq, hidden]`.
             blocks: the blocks closed in front of layer `start`, in the order of depth, each of the same shape.
             queries: result of `depth_queries()`, if it is at hand.
 
@@ -507,11 +500,9 @@ class AttnResModel(AttnResPreTrainedModel):
             output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
         if torch.is_grad_enabled() or output_depth_attentions:
             return None
-        # From one step of generation to the next the buffers travel with the KV cache. A compiled graph plans its own
-        if past_key_values is None or torch.compiler.is_compiling():
-            block_cache = BlockCache()
-        else:
-            block_cache = past_key_values.__dict__.setdefault("block_cache", BlockCache())
+        # The steps of a generation share their buffers; a compiled graph plans its own memory
+        reuse = past_key_values is not None and not torch.compiler.is_compiling()
+        block_cache = BlockCache.beside(past_key_values) if reuse else BlockCache()
         block_cache.start(queries, partial, self.config.attn_res_block_size, self.config.attn_res_norm_eps)
         for block in blocks:
             block_cache.append(block)
@@ -623,7 +614,7 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
         return loss_func(router_logits, num_experts, self.config.num_experts_per_tok, attention_mask)
 
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
-        # Phi3 with longrope switches to other frequencies behind this length: what was cached before does not fit them
+        # CODEPATH: Phi3 with longrope switches to other frequencies behind this length, so what was cached is void
         switch_length = getattr(self.config, "original_max_position_embeddings", None)
         if self.config.base_model_type == "phi3" and past_key_values and input_ids.shape[1] > switch_length:
             if past_key_values.get_seq_length() <= switch_length:

@@ -1,0 +1,100 @@
+"""One test over all supported families: the same model as its base, as the definition, with and without a cache."""
+
+import pytest
+import torch
+from tiny_models import (
+    FAMILIES,
+    convert,
+    randomize_queries,
+    reference_hidden_states,
+    relative_error,
+    tiny_base_config,
+    tiny_base_model,
+)
+from transformers import AutoConfig
+
+from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.configuration_attnres import BASE_FAMILIES, REFUSED_FAMILIES
+
+
+# 4 layers are 8 sublayers: Full, blocks of a layer, a boundary inside a layer with a short end, one block, a short block
+BLOCK_SIZES = [1, 2, 3, 8, 5]
+
+
+def test_every_family_is_tested():
+    assert FAMILIES.keys() == BASE_FAMILIES.keys()
+
+
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family, block_size, input_ids, tmp_path):
+    base_model = tiny_base_model(family)
+    model = convert(base_model, block_size)
+
+    # Zero queries: the base, up to rounding. Both the inference and the training path
+    with torch.no_grad():
+        expected = base_model(input_ids).logits
+        assert relative_error(model(input_ids).logits, expected) < 2e-6
+    assert relative_error(model(input_ids).logits, expected) < 2e-6
+
+    # Random queries: the definition
+    randomize_queries(model)
+    with torch.no_grad():
+        hidden_states, weights = reference_hidden_states(model.model, input_ids)
+        actual = model.model(input_ids).last_hidden_state
+        assert relative_error(actual, hidden_states) < 5e-6
+        outputs = model.model(input_ids, output_depth_attentions=True)
+        assert relative_error(outputs.last_hidden_state, hidden_states) < 5e-6
+    assert relative_error(expected, model(input_ids).logits) > 1e-3, "the queries do nothing"
+    assert len(outputs.depth_attentions) == model.config.num_sites
+    for actual_weights, expected_weights in zip(outputs.depth_attentions, weights):
+        torch.testing.assert_close(actual_weights, expected_weights, atol=2e-6, rtol=1e-5)
+        torch.testing.assert_close(actual_weights.sum(-1), torch.ones(input_ids.shape))
+
+    # Generation with a cache: what is computed without one
+    kwargs = {"max_new_tokens": 6, "do_sample": False, "output_logits": True, "return_dict_in_generate": True}
+    cached = model.generate(input_ids, **kwargs)
+    plain = model.generate(input_ids, use_cache=False, **kwargs)
+    assert torch.equal(cached.sequences, plain.sequences)
+    for cached_logits, plain_logits in zip(cached.logits, plain.logits):
+        assert relative_error(cached_logits, plain_logits) < 1e-5
+
+    # Gradients to every parameter that takes part
+    model.train()
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.0
+    model(input_ids, labels=input_ids).loss.backward()
+    for name, parameter in model.named_parameters():
+        if "correction_bias" not in name:  # chooses experts, is not trained by gradients
+            assert parameter.grad is not None and parameter.grad.abs().sum() > 0, name
+
+    # Save and load, in the base's own format plus two tensors
+    model.eval().save_pretrained(tmp_path)
+    reloaded, info = AttnResForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    with torch.no_grad():
+        assert torch.equal(reloaded(input_ids).logits, model(input_ids).logits)
+    for (name, parameter), (_, saved) in zip(reloaded.named_parameters(), model.named_parameters()):
+        assert torch.equal(parameter, saved), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_config_round_trip(family, tmp_path):
+    base_config = tiny_base_config(family, architectures=None)
+    config = AttnResConfig.from_base_config(base_config, num_blocks=3)
+    assert config.attn_res_block_size == 3 and config.num_sites == 9
+    assert config.to_base_config() == base_config
+    again = AttnResConfig.from_base_config(config.to_base_config(), block_size=3)
+    assert again == config
+
+    config.save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path)
+    assert type(loaded) is AttnResConfig and loaded.to_dict() == {**config.to_dict(), "_name_or_path": str(tmp_path)}
+    assert loaded.to_base_config().to_dict() == {**base_config.to_dict(), "_name_or_path": str(tmp_path)}
+
+
+@pytest.mark.parametrize("family", REFUSED_FAMILIES)
+def test_refused_families_say_why(family):
+    with pytest.raises(ValueError, match=f"{family}.*is not supported: {REFUSED_FAMILIES[family]}"):
+        AttnResConfig(base_model_type=family)

@@ -1,0 +1,142 @@
+"""Tiny models of every supported family, and the literal model they are compared with."""
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.depth_attention import depth_attention_reference
+
+
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": None,
+}
+MOE = {"num_experts_per_tok": 2, "moe_intermediate_size": 16}
+GROUPED_MOE = {**MOE, "n_routed_experts": 8, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1}
+MLA = {"kv_lora_rank": 16, "qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4}
+SLIDING = {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 2}
+
+FAMILIES = {
+    "llama": {},
+    "mistral": {"sliding_window": 4},
+    "qwen2": SLIDING,
+    "qwen3": {"head_dim": 8, **SLIDING},
+    "smollm3": {},
+    "gemma": {"head_dim": 8},
+    "phi3": {},
+    "olmo": {},
+    "seed_oss": {"head_dim": 8},
+    "starcoder2": {"residual_dropout": 0.1, "embedding_dropout": 0.1},
+    "stablelm": {"use_parallel_residual": False, "hidden_dropout": 0.1},
+    "ernie4_5": {"head_dim": 8},
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "granite": {
+        "embedding_multiplier": 3.0,
+        "residual_multiplier": 0.7,
+        "attention_multiplier": 0.3,
+        "logits_scaling": 2.0,
+    },
+    "qwen3_moe": {**MOE, "head_dim": 8, "num_experts": 4, "mlp_only_layers": [1]},
+    "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    "gpt_oss": {"head_dim": 8, "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 4},
+    "glm4_moe": {**GROUPED_MOE, "head_dim": 8},
+    "minimax_m2": {"head_dim": 8, "rotary_dim": 4, "num_local_experts": 4, "num_experts_per_tok": 2},
+    "deepseek_v3": {**GROUPED_MOE, **MLA, "q_lora_rank": 16},
+    "qwen3_next": {
+        **MOE,
+        "head_dim": 8,
+        "num_experts": 4,
+        "shared_expert_intermediate_size": 16,
+        "linear_num_value_heads": 4,
+        "linear_num_key_heads": 2,
+        "linear_key_head_dim": 8,
+        "linear_value_head_dim": 8,
+    },
+    "kimi_linear": {
+        **MOE,
+        **MLA,
+        "num_local_experts": 4,
+        "layer_types": ["linear_attention", "linear_attention", "full_attention", "linear_attention"],
+        "linear_head_dim": 8,
+        "linear_num_heads": 4,
+    },
+}
+
+
+def tiny_base_config(family: str, **kwargs):
+    return AutoConfig.for_model(family, **{**TINY, **FAMILIES[family], **kwargs})
+
+
+def tiny_base_model(family: str, seed: int = 0, **kwargs):
+    torch.manual_seed(seed)
+    model = AutoModelForCausalLM.from_config(tiny_base_config(family, **kwargs)).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "norm" in name and parameter.ndim == 1:  # a norm weight of one or zero would hide its misuse
+                parameter.add_(torch.randn_like(parameter) * 0.2)
+    return model
+
+
+def convert(base_model, block_size: int, exact: bool = True, **kwargs) -> AttnResForCausalLM:
+    """The AttnRes model with the base's weights and queries of zero."""
+    config = AttnResConfig.from_base_config(
+        base_model.config, block_size=block_size, attn_res_scale_norm_eps=exact, **kwargs
+    )
+    model = AttnResForCausalLM(config).to(base_model.dtype).eval()
+    missing, unexpected = model.load_state_dict(base_model.state_dict(), strict=False)
+    assert set(missing) == {"model.depth_queries.query", "model.depth_queries.key_norm"} and not unexpected
+    return model
+
+
+def randomize_queries(model, scale: float = 0.3):
+    with torch.no_grad():
+        queries = (getattr(model, "model", model)).depth_queries
+        queries.query.normal_(std=scale)
+        queries.key_norm.add_(torch.randn_like(queries.key_norm) * scale)
+    return model
+
+
+def reference_hidden_states(model, input_ids):
+    """The definition of Block AttnRes in loops, on the sublayers of an `AttnResModel`, and all depth weights."""
+    from transformers.masking_utils import create_masks_for_generate
+
+    config, queries = model.config, model.depth_queries.query * model.depth_queries.key_norm
+    embeds = model.embed_tokens(input_ids) * (model.embedding_multiplier or 1.0)
+    positions = torch.arange(input_ids.shape[1])[None]
+    masks = create_masks_for_generate(config, embeds, None, None, positions)
+    rope = model.rotary_emb(embeds, positions) if model.rotary_emb is not None else None
+    outputs, all_weights = [], []
+
+    def read(site):
+        size = config.attn_res_block_size
+        blocks = [sum(outputs[first : min(first + size, site)]) for first in range(0, site, size)]
+        mix, weights = depth_attention_reference(queries[site], [embeds, *blocks], config.attn_res_norm_eps)
+        all_weights.append(weights)
+        return mix
+
+    for i, layer in enumerate(model.layers):
+        output = layer.attend(
+            layer.input_layernorm(read(2 * i)),
+            past_key_values=None,
+            attention_mask=masks[config.layer_types[i]] if isinstance(masks, dict) else masks,
+            position_ids=positions,
+            position_embeddings=rope,
+            use_cache=False,
+        )
+        outputs.append(output * (layer.residual_multiplier or 1.0))
+        output = layer.mlp(layer.post_attention_layernorm(read(2 * i + 1)))
+        output = output[0] if isinstance(output, tuple) else output
+        outputs.append(output * (layer.residual_multiplier or 1.0))
+    return model.norm(read(config.num_sites - 1)), all_weights
+
+
+def relative_error(actual, expected) -> float:
+    return ((actual - expected).norm() / expected.norm()).item()
