@@ -306,6 +306,12 @@ class AttnResPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["AttnResDecoderLayer", "AttnResDepthQueries"]
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["depth_queries"]
+    # What most bases can do, for those who ask the class; an instance knows its own base
+    _supports_flash_attn = True
+    _supports_sdpa = True
+    _supports_flex_attn = True
+    _supports_attention_backend = True
+    _can_compile_fullgraph = True
     # Recorders are looked up by class name, so these are of every base met in this process; a hook goes only where a
     # module of its class is
     _can_record_outputs = {
