@@ -619,14 +619,16 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
         num_experts = getattr(self.config, "num_experts", None) or self.config.num_local_experts
         return loss_func(router_logits, num_experts, self.config.num_experts_per_tok, attention_mask)
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, **kwargs):
+    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, inputs_embeds=None, **kwargs):
         # CODEPATH: Phi3 with longrope switches to other frequencies behind this length, so what was cached is void
         switch_length = getattr(self.config, "original_max_position_embeddings", None)
         if self.config.base_model_type == "phi3" and past_key_values and input_ids.shape[1] > switch_length:
             if past_key_values.get_seq_length() <= switch_length:
                 past_key_values = None
                 kwargs["next_sequence_length"] = None
-        return super().prepare_inputs_for_generation(input_ids, past_key_values=past_key_values, **kwargs)
+        return super().prepare_inputs_for_generation(
+            input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
+        )
 
 
 def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

@@ -1,0 +1,166 @@
+"""The operator: every fast path against the definition, values and gradients."""
+
+import pytest
+import torch
+from tiny_models import convert, randomize_queries, reference_hidden_states, relative_error, tiny_base_model
+
+from attnres.depth_attention import (
+    BlockCache,
+    depth_attention,
+    depth_attention_reference,
+    inverse_rms,
+    merge_partial,
+    num_sources,
+    read_closed,
+)
+
+
+EPS = 1e-6
+# Rounding of a few operations in the dtype the result is stored in
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2, torch.float16: 2e-3}
+
+
+def random_sources(count, dtype, shape=(3, 5, 7)):
+    generator = torch.Generator().manual_seed(count)
+    return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for _ in range(count)]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("count", [1, 2, 5, 9])
+@pytest.mark.parametrize("scale", [0.0, 0.5, 30.0])
+def test_read_matches_definition(count, dtype, scale):
+    wide = torch.promote_types(dtype, torch.float32)
+    query = (torch.randn(7, dtype=wide, generator=torch.Generator().manual_seed(1)) * scale).requires_grad_()
+    sources = [source.requires_grad_() for source in random_sources(count, dtype)]
+    grad_mix = torch.randn(3, 5, 7, dtype=torch.float64).to(dtype)
+    grad_weights = torch.randn(3, 5, count, dtype=wide)
+
+    results = []
+    for read in (depth_attention, depth_attention_reference):
+        mix, weights = read(query, sources, EPS)
+        grads = torch.autograd.grad((mix, weights), (query, *sources), (grad_mix, grad_weights))
+        results.append((mix, weights, *grads))
+    for actual, expected in zip(*results):
+        assert actual.dtype == expected.dtype
+        error, size = (actual - expected).double().abs().max(), expected.double().abs().max()
+        # A weight is as exact as its score, whose rounding grows with the query
+        assert error <= TOLERANCE[dtype] * max(1.0, scale) * max(size, 1e-3)
+
+
+def test_gradients_are_those_of_finite_differences():
+    query, sources = (
+        torch.randn(4, dtype=torch.float64, requires_grad=True),
+        random_sources(3, torch.float64, (1, 2, 4)),
+    )
+    inputs = [source.requires_grad_() for source in sources]
+    assert torch.autograd.gradcheck(lambda query, *values: depth_attention(query, values, EPS), (query, *inputs))
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 12])
+def test_block_cache_matches_definition(block_size, dtype):
+    """A stack of 8 sublayers whose outputs do not depend on what they read, so that every read is known."""
+    outputs = random_sources(9, dtype)
+    queries = torch.randn(9, 7, dtype=torch.promote_types(dtype, torch.float32))
+    cache = BlockCache()
+    for step in range(2):  # the second one reuses the buffers
+        cache.start(queries, outputs[0], block_size, EPS)
+        pointer = cache.values.data_ptr()
+        partial = outputs[0]
+        sources = []
+        for site in range(9):
+            actual = cache.read(site, partial)
+            expected, _ = depth_attention_reference(queries[site], [*sources, partial], EPS)
+            assert len(sources) + 1 == num_sources(site, block_size)
+            assert (actual - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+            if site == 8:
+                break
+            if site % block_size == 0:
+                sources, partial = [*sources, partial], outputs[site + 1]
+            else:
+                partial = partial + outputs[site + 1]
+            assert len(cache) == len(sources) and all(torch.equal(a, b) for a, b in zip(cache, sources))
+    assert cache.values.data_ptr() == pointer
+
+
+def test_two_phases_have_the_gradients_of_one_read():
+    query = torch.randn(2, 7, dtype=torch.float64, requires_grad=True)
+    *closed, partial = (source.flatten(0, 1).requires_grad_() for source in random_sources(4, torch.float64))
+    values = torch.stack(closed, dim=1)
+    scores = (values @ query.mT * inverse_rms(values, EPS).unsqueeze(-1)).mT
+    mix, lse = read_closed(values, scores)
+    actual = merge_partial(query[1], partial, mix[:, 1], lse[:, 1], EPS)
+    expected, _ = depth_attention_reference(query[1], [*closed, partial], EPS)
+    grad = torch.randn_like(expected)
+    inputs = (query, *closed, partial)
+    torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-13)
+    for a, b in zip(torch.autograd.grad(actual, inputs, grad), torch.autograd.grad(expected, inputs, grad)):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-13)
+
+
+@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
+def test_a_bad_token_stays_alone(bad):
+    sources = random_sources(3, torch.float32)
+    sources[1][1, 2] = bad
+    query = torch.randn(4, 7)
+    mix, weights = depth_attention(query[2], sources, EPS)
+    cache = BlockCache()
+    cache.start(query, sources[0], 2, EPS)
+    cache.read(0, sources[0])
+    as_partial, as_closing, as_closed = (cache.read(site, sources[i]) for site, i in ((1, 1), (2, 1), (3, 2)))
+    for result in (mix, weights, as_partial, as_closing, as_closed):
+        is_bad = ~torch.isfinite(result).all(-1)
+        assert is_bad[1, 2] and is_bad.sum() == 1
+
+
+def test_autocast_leaves_scores_in_fp32():
+    sources, query = random_sources(3, torch.float32), torch.randn(7)
+    expected, _ = depth_attention(query, sources, EPS)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        actual, _ = depth_attention(query, sources, EPS)
+        cache = BlockCache()
+        cache.start(query.expand(3, -1), sources[0], 8, EPS)
+        cache.read(0, sources[0])
+        merged = cache.read(1, sources[1])
+    assert torch.equal(actual, expected)
+    torch.testing.assert_close(merged, depth_attention(query, sources[:2], EPS)[0])
+
+
+def test_operator_compiles_without_breaks():
+    query = torch.randn(7, requires_grad=True)
+    sources = [source.requires_grad_() for source in random_sources(4, torch.float32)]
+    torch._dynamo.reset()
+    compiled = torch.compile(lambda q, s: depth_attention(q, s, EPS)[0], fullgraph=True, backend="aot_eager")
+    for a, b in zip(
+        torch.autograd.grad(compiled(query, sources).square().sum(), (query, *sources)),
+        torch.autograd.grad(depth_attention(query, sources, EPS)[0].square().sum(), (query, *sources)),
+    ):
+        torch.testing.assert_close(a, b)
+
+
+@pytest.mark.parametrize("zero", [True, False])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 9])
+@pytest.mark.parametrize("family", ["starcoder2", "llama"])
+def test_model_matches_definition_in_fp64(family, block_size, zero):
+    """Outputs and the gradient of every parameter, through 8 sublayers, on batches and sequences of odd size."""
+    kwargs = {"residual_dropout": 0.0, "embedding_dropout": 0.0} if family == "starcoder2" else {}
+    model = convert(tiny_base_model(family, **kwargs), block_size).model.double()
+    assert model.depth_queries.query.dtype == torch.float64
+    if not zero:
+        randomize_queries(model)
+    input_ids = torch.randint(0, 97, (3, 7))
+    grad = torch.randn(3, 7, model.config.hidden_size, dtype=torch.float64)
+
+    actual = model(input_ids).last_hidden_state
+    expected, _ = reference_hidden_states(model, input_ids)
+    assert relative_error(actual, expected) <= 1e-12
+    with torch.no_grad():
+        assert relative_error(model(input_ids).last_hidden_state, expected) <= 1e-12
+    parameters = dict(model.named_parameters())
+    actual = torch.autograd.grad(actual, parameters.values(), grad)
+    expected = torch.autograd.grad(expected, parameters.values(), grad, allow_unused=True)
+    for name, a, b in zip(parameters, actual, expected):
+        if zero and name == "depth_queries.key_norm":
+            assert a.abs().max() == 0
+        else:
+            assert relative_error(a, b) <= 1e-12, name

@@ -1,0 +1,227 @@
+"""Generation: every mode against plain greedy decoding of the same model, and proof that the two-phase path runs."""
+
+import pytest
+import torch
+from tiny_models import convert, randomize_queries, relative_error, tiny_base_config, tiny_base_model
+from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
+
+import attnres.depth_attention
+from attnres import BlockCache
+
+
+# transformers offloads a KV cache on a CUDA stream of its own
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+
+
+@pytest.fixture(params=[1, 3], ids=["full", "block3"])
+def model(request):
+    torch.manual_seed(0)
+    return randomize_queries(convert(tiny_base_model("qwen3"), request.param))
+
+
+def generate(model, input_ids, **kwargs):
+    return model.generate(input_ids, max_new_tokens=8, do_sample=kwargs.pop("do_sample", False), **kwargs)
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"use_cache": False},
+        {"cache_implementation": "static"},
+        pytest.param({"cache_implementation": "offloaded"}, marks=needs_cuda),
+        pytest.param({"cache_implementation": "offloaded_static"}, marks=needs_cuda),
+        {"prefill_chunk_size": 4},
+        {"prompt_lookup_num_tokens": 3},
+        {"assistant_early_exit": 2},
+    ],
+    ids=str,
+)
+def test_modes_agree_with_greedy(model, input_ids, kwargs):
+    if "prompt_lookup_num_tokens" in kwargs or "assistant_early_exit" in kwargs:
+        input_ids = input_ids[:1]
+    assert torch.equal(generate(model, input_ids, **kwargs), generate(model, input_ids))
+
+
+def test_assistant_model(model, input_ids):
+    assistant = convert(tiny_base_model("qwen3", seed=1), 2)
+    expected = generate(model, input_ids[:1])
+    assert torch.equal(generate(model, input_ids[:1], assistant_model=assistant), expected)
+    # and as the assistant of its base
+    base_model = tiny_base_model("qwen3")
+    expected = generate(base_model, input_ids[:1])
+    assert torch.equal(generate(base_model, input_ids[:1], assistant_model=model), expected)
+
+
+def test_beam_search_and_sampling_do_not_depend_on_the_cache(model, input_ids):
+    for kwargs in ({"num_beams": 3}, {"do_sample": True, "top_k": 5}):
+        results = []
+        for use_cache in (True, False):
+            torch.manual_seed(0)
+            results.append(generate(model, input_ids, use_cache=use_cache, **kwargs))
+        assert torch.equal(*results)
+
+
+def test_left_padding(model, input_ids):
+    expected = generate(model, input_ids[:1])
+    padded = torch.cat([torch.zeros(1, 5, dtype=torch.long), input_ids[:1]], dim=1)
+    other = torch.randint(3, 97, padded.shape)
+    mask = torch.ones(2, padded.shape[1], dtype=torch.long)
+    mask[0, :5] = 0
+    actual = generate(model, torch.cat([padded, other]), attention_mask=mask)
+    assert torch.equal(actual[:1, 5:], expected)
+
+
+def test_inputs_embeds(model, input_ids):
+    embeds = model.get_input_embeddings()(input_ids)
+    assert torch.equal(
+        generate(model, None, inputs_embeds=embeds), generate(model, input_ids)[:, input_ids.shape[1] :]
+    )
+
+
+def test_packed_sequences(model):
+    first, second = torch.randint(3, 97, (1, 6)), torch.randint(3, 97, (1, 4))
+    position_ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]])
+    with torch.no_grad():
+        packed = model(torch.cat([first, second], dim=1), position_ids=position_ids, use_cache=False).logits
+        torch.testing.assert_close(packed[:, :6], model(first).logits)
+        torch.testing.assert_close(packed[:, 6:], model(second).logits)
+
+
+def test_continuous_batching(input_ids):
+    torch.manual_seed(0)
+    model = randomize_queries(convert(tiny_base_model("llama"), 3))
+    expected = generate(model, input_ids)[:, input_ids.shape[1] :]
+    outputs = model.generate_batch(
+        inputs=[ids.tolist() for ids in input_ids],
+        generation_config=GenerationConfig(max_new_tokens=8, do_sample=False, eos_token_id=-1, pad_token_id=0),
+        continuous_batching_config=ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32),
+    )
+    generated = {tuple(output.prompt_ids): output.generated_tokens for output in outputs.values()}
+    assert [generated[tuple(ids)] for ids in input_ids.tolist()] == expected.tolist()
+
+
+def test_quantized_cache(input_ids):
+    """Quantisation changes what is generated, and it does so as in the base."""
+    base_model = tiny_base_model("llama")
+    config = {"backend": "hqq", "nbits": 4, "q_group_size": 8, "residual_length": 4, "axis_key": 1, "axis_value": 1}
+    actual, expected = (
+        generate(model, input_ids, cache_implementation="quantized", cache_config=config)
+        for model in (convert(base_model, 3), base_model)
+    )
+    assert torch.equal(actual, expected)
+
+
+def test_logits_to_keep(model, input_ids):
+    with torch.no_grad():
+        logits = model(input_ids).logits
+        mask = torch.rand(input_ids.shape) < 0.5
+        positions = torch.tensor([[0, 2], [1, 3], [4, 10]])
+        for keep, expected in (
+            (3, logits[:, -3:]),
+            (torch.tensor([1, 4]), logits[:, [1, 4]]),
+            (mask, logits[mask]),
+            (positions, logits.take_along_dim(positions[..., None], dim=1)),
+        ):
+            torch.testing.assert_close(model(input_ids, logits_to_keep=keep).logits, expected)
+
+
+def test_compiled_decoding(model, input_ids):
+    """One graph for a decoding step, without breaks, and the same logits."""
+    torch._dynamo.reset()
+    compiled = torch.compile(model.forward, fullgraph=True, backend="aot_eager")
+    caches = [StaticCache(config=model.config, max_cache_len=16) for _ in range(2)]
+    with torch.no_grad():
+        for forward, cache in ((compiled, caches[0]), (model.forward, caches[1])):
+            model(input_ids, past_key_values=cache)
+            for step in range(3):
+                position_ids = torch.full((3, 1), input_ids.shape[1] + step)
+                logits = forward(
+                    input_ids[:, step : step + 1], past_key_values=cache, position_ids=position_ids
+                ).logits
+            cache.logits = logits
+    assert relative_error(caches[0].logits, caches[1].logits) < 1e-5
+
+
+def test_each_closed_block_is_normalised_once(model, input_ids, monkeypatch):
+    normalised = []
+    inverse_rms = attnres.depth_attention.inverse_rms
+
+    def count(values, eps):
+        normalised.append(values.shape)
+        return inverse_rms(values, eps)
+
+    monkeypatch.setattr(attnres.depth_attention, "inverse_rms", count)
+    with torch.no_grad():
+        model(input_ids)
+    # every site reads one tensor that was not there before: the block that closes, or the partial sum
+    assert len(normalised) == model.config.num_sites
+
+
+def test_buffers_are_reused_from_step_to_step(model, input_ids):
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids, past_key_values=cache)
+        pointers = set()
+        for _ in range(4):
+            model(input_ids[:, :1], past_key_values=cache)
+            block_cache = BlockCache.beside(cache)
+            pointers.add((block_cache.values.data_ptr(), block_cache.scores.data_ptr(), block_cache.mixes.data_ptr()))
+    assert len(pointers) == 1
+    assert len(block_cache) == 1 + 8 // model.config.attn_res_block_size
+
+
+def test_prefill_under_inference_mode_then_decoding_without(model, input_ids):
+    cache = DynamicCache(config=model.config)
+    with torch.inference_mode():
+        model(input_ids, past_key_values=cache)
+        model(input_ids[:, :1], past_key_values=cache)
+    with torch.no_grad():
+        BlockCache.beside(cache).start(
+            model.model.depth_queries(), torch.zeros(3, 1, 32), model.config.attn_res_block_size, 1e-6
+        )
+        BlockCache.beside(cache).append(torch.ones(3, 1, 32))
+
+
+def test_phi3_drops_the_cache_where_longrope_switches():
+    """As in the base: behind the original length other frequencies hold, so the keys cached before are void."""
+    rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
+    kwargs = {"original_max_position_embeddings": 12, "max_position_embeddings": 64, "rope_parameters": rope}
+    base_model = tiny_base_model("phi3", **kwargs)
+    model = convert(base_model, 3)
+    input_ids = torch.randint(3, 97, (1, 10))
+    assert torch.equal(generate(model, input_ids), generate(base_model, input_ids))
+
+
+@pytest.mark.parametrize("family", ["qwen3", "kimi_linear"])
+def test_pipeline_stages(family, input_ids):
+    """Slices of the layers through `run_layers` and `final_read`, as pipeline stages use them, with and without grad."""
+    model = randomize_queries(convert(tiny_base_model(family), 3)).model
+    expected = model(input_ids).last_hidden_state
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            partial, blocks = model.embed_tokens(input_ids), ()
+            for start, end in ((0, 1), (1, 3), (3, 4)):
+                partial, blocks = model.run_layers(start, end, partial, blocks)
+                _, blocks_again = model.run_layers(end, end, partial, blocks)
+                assert len(blocks_again) == len(blocks) == -(-2 * end // 3)
+                received = tuple(block.clone() for block in blocks)
+                torch.testing.assert_close(model.final_read(partial, received), model.final_read(partial, blocks))
+                blocks = received if start == 0 else blocks
+            actual = model.norm(model.final_read(partial, blocks))
+        torch.testing.assert_close(actual, expected)
+
+
+def test_two_models_of_one_kv_cache_class_do_not_mix():
+    """Steps of two generations may alternate: each has its own block cache."""
+    first = randomize_queries(convert(tiny_base_model("llama"), 3))
+    second = randomize_queries(convert(tiny_base_model("mistral", seed=1, sliding_window=None), 1))
+    input_ids = torch.randint(3, 97, (2, 9))
+    caches = [DynamicCache(config=tiny_base_config("llama")) for _ in range(2)]
+    with torch.no_grad():
+        for position in range(input_ids.shape[1]):
+            logits = [
+                model(input_ids[:, position : position + 1], past_key_values=cache).logits
+                for model, cache in zip((first, second), caches)
+            ]
+        for model, last in zip((first, second), logits):
+            torch.testing.assert_close(last, model(input_ids).logits[:, -1:])
