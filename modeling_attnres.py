@@ -281,8 +281,18 @@ def base_model_classes(base_model_type: str) -> tuple[type[PreTrainedModel], typ
     return MODEL_MAPPING[config_class], MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
 
 
-# Of the base, set on every instance: what its modules can do and need. The first is a method of the class that looks for
-# a decorator in the source around it; the experts that would carry it are in the base's
+# What a checkpoint that carries its code (`register_for_auto_class`) tells the Auto classes
+REMOTE_CODE_AUTO_MAP = {
+    "AutoConfig": "configuration_attnres.AttnResConfig",
+    "AutoModel": "modeling_attnres.AttnResModel",
+    "AutoModelForCausalLM": "modeling_attnres.AttnResForCausalLM",
+    "AutoModelForQuestionAnswering": "modeling_attnres.AttnResForQuestionAnswering",
+    "AutoModelForSequenceClassification": "modeling_attnres.AttnResForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_attnres.AttnResForTokenClassification",
+}
+
+# Of the base, set on every instance: what its modules can do and need. The first is a class method that looks for a
+# decorator in the source around it; the experts that would carry it are in the base's
 _BASE_FLAGS = (
     "_can_set_experts_implementation",
     "_supports_sdpa",
@@ -346,6 +356,8 @@ class AttnResPreTrainedModel(PreTrainedModel):
 
     def save_pretrained(self, *args, **kwargs):
         self.use_base_conversion_mapping(self.config)
+        if self.is_remote_code():  # transformers would list the class that is saved and no other
+            self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
         return super().save_pretrained(*args, **kwargs)
 
     # The base's method calls that of `PreTrainedModel`. trf-ignore: TRF018

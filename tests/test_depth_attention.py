@@ -63,7 +63,7 @@ def test_block_cache_matches_definition(block_size, dtype):
     outputs = random_sources(9, dtype)
     queries = torch.randn(9, 7, dtype=torch.promote_types(dtype, torch.float32))
     cache = BlockCache()
-    for step in range(2):  # the second one reuses the buffers
+    for _step in range(2):  # the second one reuses the buffers
         cache.start(queries, outputs[0], block_size, EPS)
         pointer = cache.values.data_ptr()
         partial = outputs[0]

@@ -17,7 +17,7 @@ from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.configuration_attnres import BASE_FAMILIES, REFUSED_FAMILIES
 
 
-# 4 layers are 8 sublayers: Full, blocks of a layer, a boundary inside a layer with a short end, one block, a short block
+# 4 layers are 8 sublayers: Full, one layer a block, a boundary inside a layer and a short end, one block, a short end
 BLOCK_SIZES = [1, 2, 3, 8, 5]
 
 

@@ -194,7 +194,7 @@ def test_phi3_drops_the_cache_where_longrope_switches():
 
 @pytest.mark.parametrize("family", ["qwen3", "kimi_linear"])
 def test_pipeline_stages(family, input_ids):
-    """Slices of the layers through `run_layers` and `final_read`, as pipeline stages use them, with and without grad."""
+    """Slices of the layers through `run_layers` and `final_read`, as pipeline stages use them."""
     model = randomize_queries(convert(tiny_base_model(family), 3)).model
     expected = model(input_ids).last_hidden_state
     for grad in (True, False):

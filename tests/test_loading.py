@@ -1,0 +1,291 @@
+"""Loading and saving: from a base checkpoint, in any dtype, offloaded, beside other bases, as remote code."""
+
+import json
+import subprocess
+import sys
+import threading
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from tiny_models import convert, randomize_queries, relative_error, tiny_base_config, tiny_base_model
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+
+from attnres import AttnResConfig, AttnResForCausalLM
+
+
+def run_python(code: str, *args: str, **env: str) -> str:
+    """Run code in a fresh process and return what it prints."""
+    import os
+
+    environment = {**os.environ, "HF_HUB_OFFLINE": "1", **env}
+    command = [sys.executable, "-c", code, *map(str, args)]
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen3_moe", "gpt_oss", "kimi_linear"])
+def test_base_checkpoint_loads_directly(family, input_ids, tmp_path):
+    base_model = tiny_base_model(family)
+    base_model.save_pretrained(tmp_path)
+    config = AttnResConfig.from_base_config(base_model.config, block_size=3, attn_res_scale_norm_eps=True)
+    with torch.no_grad():
+        expected = base_model(input_ids).logits
+        for kwargs in ({"config": config}, {}):
+            model, info = AttnResForCausalLM.from_pretrained(tmp_path, output_loading_info=True, **kwargs)
+            assert info["missing_keys"] == {"model.depth_queries.query", "model.depth_queries.key_norm"}
+            assert not info["unexpected_keys"] and not info["mismatched_keys"]
+            assert model.model.depth_queries.query.abs().max() == 0
+            assert (model.model.depth_queries.key_norm == 1).all()
+            assert relative_error(model(input_ids).logits, expected) < 2e-6
+        assert model.config.base_model_type == family and model.config.attn_res_block_size == 8
+        assert model.config.attn_res_scale_norm_eps
+
+
+def test_unsupported_base_checkpoint_is_refused(tmp_path):
+    AutoConfig.for_model("olmo2", **{"num_hidden_layers": 2}).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="olmo2.*is not supported: it normalises what a sublayer writes"):
+        AttnResForCausalLM.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_queries_stay_in_fp32(dtype, input_ids, tmp_path):
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    exact = model.model.depth_queries.query.clone()
+    model.save_pretrained(tmp_path)
+
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype=dtype)
+    made = AutoModelForCausalLM.from_config(model.config, dtype=dtype)
+    cast = model.to(dtype)
+    for other in (loaded, made, cast):
+        assert other.lm_head.weight.dtype == other.dtype == dtype
+        assert other.model.depth_queries.query.dtype == torch.float32
+    for other in (loaded, cast):
+        assert torch.equal(other.model.depth_queries.query, exact)
+    loaded.save_pretrained(tmp_path)
+    tensors = load_file(tmp_path / "model.safetensors")
+    assert tensors["model.depth_queries.query"].dtype == torch.float32
+    assert tensors["lm_head.weight"].dtype == dtype
+    assert AutoModelForCausalLM.from_pretrained(tmp_path).dtype == dtype
+    with torch.no_grad():
+        assert loaded(input_ids).logits.dtype == dtype
+
+
+@pytest.mark.parametrize("queries", ["zero", "trained"])
+@pytest.mark.parametrize("kind", ["cpu", "disk"])
+def test_offload(kind, queries, input_ids, tmp_path):
+    """On a machine without an accelerator everything may go to disk but what has to run first."""
+    model = convert(tiny_base_model("qwen3"), 3)
+    if queries == "trained":
+        randomize_queries(model)
+    model.save_pretrained(tmp_path / "model")
+    device_map = {"model.embed_tokens": "cpu", "lm_head": "cpu", "model.rotary_emb": "cpu"}
+    device_map |= {f"model.layers.{i}": kind if i else "cpu" for i in range(4)}
+    device_map |= {"model.norm": kind, "model.depth_queries": kind, "model.final_depth_read": "cpu"}
+    offloaded = AutoModelForCausalLM.from_pretrained(
+        tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
+    )
+    with torch.no_grad():
+        assert torch.equal(offloaded(input_ids).logits, model(input_ids).logits)
+    assert torch.equal(
+        offloaded.generate(input_ids, max_new_tokens=4, do_sample=False),
+        model.generate(input_ids, max_new_tokens=4, do_sample=False),
+    )
+
+
+def test_meta_device_and_device_map_auto(input_ids, tmp_path):
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    model.save_pretrained(tmp_path)
+    with torch.device("meta"):
+        empty = AttnResForCausalLM(model.config)
+    assert all(parameter.is_meta for parameter in empty.parameters())
+    empty.load_state_dict(model.state_dict(), assign=True)
+    assert torch.equal(empty.model.depth_queries.query, model.model.depth_queries.query)
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path, device_map="auto")
+    assert torch.equal(loaded.model.depth_queries.query, model.model.depth_queries.query)
+
+
+def test_fresh_models_start_with_zero_queries():
+    config = AttnResConfig.from_base_config(tiny_base_config("qwen3"), block_size=3)
+    for model in (AttnResForCausalLM(config), AutoModelForCausalLM.from_config(config)):
+        model.init_weights()
+        assert model.model.depth_queries.query.abs().max() == 0
+        assert (model.model.depth_queries.key_norm == 1).all()
+        assert 0.08 < model.model.layers[0].mlp.up_proj.weight.std() < 0.12
+
+
+def test_bases_do_not_touch_each_other(input_ids, tmp_path):
+    """Built, loaded, run with captured outputs and saved, in any order."""
+    families = ["qwen3_moe", "llama", "mixtral", "deepseek_v3", "gpt_oss"]
+    base_models = {family: tiny_base_model(family, attn_implementation="eager") for family in families}
+    models = {family: convert(base_models[family], 3) for family in families}
+    for family in reversed(families):
+        models[family].save_pretrained(tmp_path / family)
+        base_models[family].save_pretrained(tmp_path / f"{family}-base")
+    loaded = {family: AutoModelForCausalLM.from_pretrained(tmp_path / family) for family in families}
+    for family in ["mixtral", "llama", "gpt_oss", "qwen3_moe", "deepseek_v3"]:
+        # the files hold the base's own names plus two
+        saved, base_saved = (
+            set(load_file(tmp_path / name / "model.safetensors")) for name in (family, f"{family}-base")
+        )
+        assert saved - base_saved == {"model.depth_queries.query", "model.depth_queries.key_norm"}
+        assert not base_saved - saved
+        kwargs = {"output_attentions": True, "output_hidden_states": True, "output_router_logits": family != "llama"}
+        loaded[family].set_attn_implementation("eager")
+        with torch.no_grad():
+            actual, expected = loaded[family](input_ids, **kwargs), base_models[family](input_ids, **kwargs)
+        assert relative_error(actual.logits, expected.logits) < 2e-6
+        assert len(actual.attentions) == len(expected.attentions) == 4
+        for a, b in zip(actual.attentions, expected.attentions):
+            torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+        assert len(actual.hidden_states) == 5
+        if family != "llama":
+            assert len(actual.router_logits) == len(expected.router_logits) > 0
+            for a, b in zip(actual.router_logits, expected.router_logits):
+                torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
+
+
+def test_concurrent_loads(input_ids, tmp_path):
+    families = ["qwen3_moe", "mixtral", "qwen3"]
+    for family in families:
+        convert(tiny_base_model(family), 3).save_pretrained(tmp_path / family)
+    results = {}
+
+    def load(family):
+        for _ in range(3):
+            model, info = AutoModelForCausalLM.from_pretrained(tmp_path / family, output_loading_info=True)
+            results.setdefault(family, []).append((model, info))
+
+    threads = [threading.Thread(target=load, args=(family,)) for family in families]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for family in families:
+        expected = tiny_base_model(family)
+        assert len(results[family]) == 3
+        for model, info in results[family]:
+            assert not info["missing_keys"] and not info["unexpected_keys"]
+            with torch.no_grad():
+                assert relative_error(model(input_ids).logits, expected(input_ids).logits) < 2e-6
+
+
+def test_auxiliary_loss_is_that_of_the_base(input_ids):
+    for family in ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "minimax_m2"):
+        base_model = tiny_base_model(family, router_aux_loss_coef=0.5)
+        kwargs = {"labels": input_ids, "output_router_logits": True, "attention_mask": torch.ones_like(input_ids)}
+        actual, expected = convert(base_model, 3)(input_ids, **kwargs), base_model(input_ids, **kwargs)
+        torch.testing.assert_close(actual.aux_loss, expected.aux_loss)
+        torch.testing.assert_close(actual.loss, expected.loss)
+
+
+@pytest.mark.parametrize(
+    "auto_class, labels",
+    [
+        (AutoModelForSequenceClassification, {"labels": torch.tensor([0, 1, 2])}),
+        (AutoModelForTokenClassification, {"labels": torch.ones(3, 11, dtype=torch.long)}),
+        (
+            AutoModelForQuestionAnswering,
+            {"start_positions": torch.tensor([0, 1, 2]), "end_positions": torch.tensor([3, 4, 5])},
+        ),
+        (AutoModel, {}),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)
+@pytest.mark.parametrize("family", ["qwen3", "kimi_linear"])
+def test_heads(auto_class, labels, family, input_ids, tmp_path):
+    config = AttnResConfig.from_base_config(tiny_base_config(family, num_labels=3), block_size=3)
+    model = auto_class.from_config(config)
+    assert type(model).__name__ == f"AttnRes{auto_class.__name__.removeprefix('AutoModel') or 'Model'}"
+    outputs = model(input_ids, output_depth_attentions=True, **labels)
+    if labels:
+        outputs.loss.backward()
+        assert model.model.depth_queries.query.grad.abs().max() > 0
+    model.save_pretrained(tmp_path)
+    loaded = auto_class.from_pretrained(tmp_path)
+    with torch.no_grad():
+        for a, b in zip(loaded.eval()(input_ids).to_tuple(), model.eval()(input_ids).to_tuple()):
+            if isinstance(a, torch.Tensor):
+                assert torch.equal(a, b)
+    # the trunk of a head is a causal LM's, and the other way round
+    causal_lm = AutoModelForCausalLM.from_pretrained(tmp_path)
+    trunk = getattr(loaded, "model", loaded)
+    assert torch.equal(causal_lm.model.layers[0].mlp.up_proj.weight, trunk.layers[0].mlp.up_proj.weight)
+
+
+REMOTE_CODE = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "attnres":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+import torch, transformers
+source, target = sys.argv[1:]
+input_ids = torch.tensor([[3, 4, 5, 6, 7]])
+config = transformers.AutoConfig.from_pretrained(source, trust_remote_code=True)
+for name in ("AutoModel", "AutoModelForCausalLM", "AutoModelForSequenceClassification"):
+    model = getattr(transformers, name).from_pretrained(source, trust_remote_code=True).eval()
+    if name == "AutoModelForCausalLM":
+        with torch.no_grad():
+            logits = model(input_ids).logits
+        print(model.generate(input_ids, max_new_tokens=5, do_sample=False).tolist())
+        model.save_pretrained(target)
+again = transformers.AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True).eval()
+with torch.no_grad():
+    assert torch.equal(again(input_ids).logits, logits)
+torch.save(logits, target + "/logits.pt")
+assert not any(name.split(".")[0] == "attnres" for name in sys.modules)
+"""
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+def test_remote_code(family, tmp_path, monkeypatch):
+    """A process without the package loads a checkpoint that carries its code, generates and saves it again."""
+    model = randomize_queries(convert(tiny_base_model(family), 3))
+    monkeypatch.setattr(AttnResForCausalLM, "_auto_class", None)
+    AttnResForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    source, target = tmp_path / "my-model", tmp_path / "again"
+    model.save_pretrained(source)
+    assert set(json.loads((source / "config.json").read_text())["auto_map"]) == {
+        *("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForQuestionAnswering"),
+        *("AutoModelForSequenceClassification", "AutoModelForTokenClassification"),
+    }
+    printed = run_python(REMOTE_CODE, source, target, HF_MODULES_CACHE=str(tmp_path / "modules"))
+    input_ids = torch.tensor([[3, 4, 5, 6, 7]])
+    assert printed.strip().endswith(str(model.generate(input_ids, max_new_tokens=5, do_sample=False).tolist()))
+    with torch.no_grad():
+        assert torch.equal(torch.load(target / "logits.pt"), model(input_ids).logits)
+    # the installed package takes precedence over the code in the checkpoint
+    assert type(AutoModelForCausalLM.from_pretrained(target)) is AttnResForCausalLM
+
+
+def test_import_is_light():
+    printed = run_python(
+        "import sys, attnres; print(sorted({'torch', 'transformers', 'typer', 'peft', 'datasets'} & set(sys.modules)))"
+    )
+    assert printed.strip() == "[]"
+
+
+@pytest.mark.parametrize(
+    "code",
+    [
+        "import attnres; from transformers import AutoConfig, AutoModelForCausalLM",
+        "from transformers import AutoConfig, AutoModelForCausalLM; import attnres",
+        "from transformers import AutoConfig; import attnres; from transformers import AutoModelForCausalLM",
+        "import attnres.modeling_attnres; from transformers import AutoConfig, AutoModelForCausalLM",
+    ],
+)
+def test_registered_in_any_order_of_imports(code, tmp_path):
+    convert(tiny_base_model("llama"), 3).save_pretrained(tmp_path)
+    code += "; import sys; print(type(AutoConfig.from_pretrained(sys.argv[1])).__name__)"
+    code += "; print(type(AutoModelForCausalLM.from_pretrained(sys.argv[1])).__name__)"
+    assert run_python(code, tmp_path).split() == ["AttnResConfig", "AttnResForCausalLM"]

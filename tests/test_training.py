@@ -1,0 +1,223 @@
+"""Training: checkpointing, autocast, Trainer and resume, and two processes of DDP, FSDP2 and tensor parallelism."""
+
+import os
+import socket
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tiny_models import convert, randomize_queries, relative_error, tiny_base_model
+from torch.distributed.fsdp import fully_shard
+from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers.distributed import DistributedConfig
+
+from attnres import AttnResForCausalLM
+
+
+def loss_and_grads(model, input_ids):
+    model.zero_grad()
+    loss = model(input_ids, labels=input_ids, use_cache=False).loss
+    loss.backward()
+    return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("block_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
+def test_gradient_checkpointing_changes_nothing(family, block_size, use_reentrant, input_ids):
+    model = randomize_queries(convert(tiny_base_model(family), block_size)).train()
+    loss, grads = loss_and_grads(model, input_ids)
+    model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
+    checkpointed_loss, checkpointed = loss_and_grads(model, input_ids)
+    assert torch.equal(loss, checkpointed_loss)
+    assert grads.keys() == checkpointed.keys()
+    for name in grads:
+        # gradients are summed in another order, which small ones (decay biases) feel; a lost source would be of order 1
+        assert relative_error(checkpointed[name], grads[name]) < 2e-5, name
+
+
+def test_gradient_checkpointing_from_the_config(input_ids):
+    base_model = tiny_base_model("qwen3")
+    base_model.config.gradient_checkpointing = True
+    model = convert(base_model, 3).train()
+    assert model.is_gradient_checkpointing
+
+
+def test_query_gradients_flow_from_the_first_step(input_ids):
+    """At zero queries the key norms cannot have a gradient, and all queries but the first site's have one."""
+    _, grads = loss_and_grads(convert(tiny_base_model("qwen3"), 3).train(), input_ids)
+    per_site = grads["model.depth_queries.query"].abs().sum(-1)
+    assert per_site[0] == 0 and (per_site[1:] > 0).all()
+    assert grads["model.depth_queries.key_norm"].abs().max() == 0
+
+
+def test_autocast_matches_the_base(input_ids):
+    base_model = tiny_base_model("qwen3").train()
+    model = convert(base_model, 3).train()
+    exact, _ = loss_and_grads(base_model, input_ids)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        expected, expected_grads = loss_and_grads(base_model, input_ids)
+        actual, grads = loss_and_grads(model, input_ids)
+    # both are off by the rounding of bf16 matrix products, and no more
+    assert (actual - expected).abs() <= 2 * (exact - expected).abs() + 1e-3
+    for name, expected_grad in expected_grads.items():
+        assert relative_error(grads[name], expected_grad) < 0.05, name
+    assert grads["model.depth_queries.query"].dtype == torch.float32
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("num_blocks", [8, 4])
+def test_activation_memory_is_near_the_base(num_blocks, checkpointing):
+    """Bytes that autograd keeps for the backward pass, weights not counted, against the PreNorm twin."""
+    base_model = tiny_base_model("qwen3", num_hidden_layers=16, hidden_size=64, intermediate_size=192, head_dim=32)
+    model = convert(base_model, 32 // num_blocks)
+    input_ids = torch.randint(3, 97, (2, 64))
+    saved = []
+    for candidate in (model, base_model):
+        if checkpointing:
+            candidate.gradient_checkpointing_enable()
+        candidate.train()
+        weights = {parameter.untyped_storage().data_ptr() for parameter in candidate.parameters()}
+        storages = {}
+
+        def pack(tensor, weights=weights, storages=storages):
+            storage = tensor.untyped_storage()
+            if storage.data_ptr() not in weights:
+                storages[storage.data_ptr()] = storage.nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            loss = candidate(input_ids, labels=input_ids, use_cache=False).loss
+        saved.append(sum(storages.values()))
+        del loss
+    assert saved[0] <= 1.3 * saved[1], saved
+
+
+class Text(torch.utils.data.Dataset):
+    def __len__(self):
+        return 24
+
+    def __getitem__(self, index):
+        input_ids = torch.randint(3, 97, (12,), generator=torch.Generator().manual_seed(index % 4))
+        return {"input_ids": input_ids, "labels": input_ids}
+
+
+def train(output_dir, resume=None, **kwargs):
+    torch.manual_seed(0)
+    model = convert(tiny_base_model("qwen3"), 3)
+    arguments = TrainingArguments(
+        output_dir=output_dir,
+        per_device_train_batch_size=2,
+        max_steps=8,
+        save_steps=4,
+        logging_steps=4,
+        learning_rate=1e-2,
+        report_to=[],
+        use_cpu=True,
+        seed=1,
+        **kwargs,
+    )
+    trainer = Trainer(model=model, args=arguments, train_dataset=Text())
+    trainer.train(resume_from_checkpoint=resume)
+    return model, trainer
+
+
+def test_trainer_and_exact_resume(tmp_path):
+    model, trainer = train(tmp_path / "run")
+    assert model.model.depth_queries.query.abs().max() > 1e-3, "the queries have not moved"
+    losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+    assert losses[-1] < losses[0]
+    resumed, _ = train(tmp_path / "resumed", resume=str(tmp_path / "run" / "checkpoint-4"))
+    for (name, a), (_, b) in zip(model.named_parameters(), resumed.named_parameters()):
+        assert torch.equal(a, b), name
+    saved = AutoModelForCausalLM.from_pretrained(tmp_path / "run" / "checkpoint-8")
+    assert torch.equal(saved.model.depth_queries.query, model.model.depth_queries.query)
+
+
+def test_trainer_with_bf16_and_checkpointing(tmp_path):
+    model, _ = train(tmp_path, bf16=True, gradient_checkpointing=True, gradient_accumulation_steps=2)
+    assert torch.isfinite(model.model.depth_queries.query).all()
+    assert model.model.depth_queries.query.abs().max() > 1e-3
+
+
+def on_two_processes(function, *args):
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    torch.multiprocessing.spawn(_in_process, args=(function, port, args), nprocs=2)
+
+
+def _in_process(rank, function, port, args):
+    os.environ.update(
+        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port)
+    )
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=2)
+    try:
+        function(rank, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def _ddp(rank):
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 3), 0.0).train()
+    batch = torch.randint(3, 97, (4, 9), generator=torch.Generator().manual_seed(0))
+    _, expected = loss_and_grads(model, batch)
+    model.zero_grad()
+    parallel = torch.nn.parallel.DistributedDataParallel(model)
+    parallel(batch[2 * rank : 2 * rank + 2], labels=batch[2 * rank : 2 * rank + 2]).loss.backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(parameter.grad, expected[name], atol=1e-6, rtol=1e-4)
+
+
+def test_ddp():
+    on_two_processes(_ddp)
+
+
+def _fsdp(rank, mixed_precision):
+    torch.manual_seed(0)
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 3)).train()
+    batch = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    if mixed_precision:  # bf16 weights around queries in fp32
+        model.to(torch.bfloat16)
+    expected_loss, expected = loss_and_grads(model, batch)
+    for layer in model.model.layers:
+        fully_shard(layer)
+    fully_shard(model.model.depth_queries)
+    fully_shard(model)
+    loss, grads = loss_and_grads(model, batch)
+    torch.testing.assert_close(loss, expected_loss)
+    for name, grad in grads.items():
+        # in bf16 the sums of a gradient are rounded on the way, in another order
+        assert relative_error(grad.full_tensor(), expected[name]) < (3e-2 if mixed_precision else 1e-5), name
+
+
+@pytest.mark.parametrize("mixed_precision", [False, True])
+def test_fsdp2(mixed_precision):
+    on_two_processes(_fsdp, mixed_precision)
+
+
+def _distributed_config(rank, path, kind):
+    batch = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    plain = AttnResForCausalLM.from_pretrained(path).train()
+    expected_loss, expected = loss_and_grads(plain, batch)
+    config = DistributedConfig(tp_size=2) if kind == "tp" else DistributedConfig(fsdp_size=2)
+    model = AttnResForCausalLM.from_pretrained(path, distributed_config=config).train()
+    loss, grads = loss_and_grads(model, batch)
+    torch.testing.assert_close(loss, expected_loss)
+    name = "model.depth_queries.query"
+    grad = grads[name].full_tensor() if hasattr(grads[name], "full_tensor") else grads[name]
+    assert relative_error(grad, expected[name]) < 1e-5
+    model.save_pretrained(f"{path}-{kind}")
+    dist.barrier()
+    if rank == 0:
+        a, b = (load_file(f"{folder}/model.safetensors") for folder in (path, f"{path}-{kind}"))
+        assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("kind", ["tp", "fsdp"])
+def test_transformers_distributed_config(kind, family, tmp_path):
+    randomize_queries(convert(tiny_base_model(family), 3)).save_pretrained(tmp_path / "model")
+    on_two_processes(_distributed_config, str(tmp_path / "model"), kind)
