@@ -60,9 +60,10 @@ def depth_attention_reference(
 
 
 def inverse_rms(values: torch.Tensor, eps: float) -> torch.Tensor:
-    """`1 / rms` over the last dimension, at least fp32: `[..., hidden]` -> `[...]`."""
-    norm = torch.linalg.vector_norm(values, dim=-1, dtype=torch.promote_types(values.dtype, torch.float32))
-    return torch.rsqrt(norm.square() / values.shape[-1] + eps)
+    """`1 / rms` over the last dimension, at least fp32: `[..., hidden]` -> `[..., 1]`."""
+    dtype = torch.promote_types(values.dtype, torch.float32)
+    norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True, dtype=dtype)
+    return norm.square().div_(values.shape[-1]).add_(eps).rsqrt_()
 
 
 class DepthAttentionFunction(torch.autograd.Function):
@@ -71,7 +72,7 @@ class DepthAttentionFunction(torch.autograd.Function):
     @staticmethod
     def forward(ctx, query: torch.Tensor, eps: float, *sources: torch.Tensor):
         with maybe_autocast(device_type=query.device.type, enabled=False):
-            inv_rms = torch.stack([inverse_rms(source, eps) for source in sources], dim=-1)
+            inv_rms = torch.cat([inverse_rms(source, eps) for source in sources], dim=-1)
             wide_query = query.to(inv_rms.dtype)
             scores = inv_rms * torch.stack([source.to(inv_rms.dtype) @ wide_query for source in sources], dim=-1)
             weights = torch.softmax(scores, dim=-1)
@@ -130,14 +131,14 @@ def merge_partial(
     """Phase 2: merge the partial sum into the mix of the closed sources by the online-softmax rule.
 
     Args:
-        query: folded query of the site, `[hidden]`.
-        partial: partial sum of the open block, `[tokens, hidden]`.
-        mix, lse: results of phase 1 at this site, `[tokens, hidden]` and `[tokens]`.
+        query: folded query of the site as a column, `[hidden, 1]`.
+        partial: partial sum of the open block, `[..., hidden]`.
+        mix, lse: results of phase 1 at this site, `[..., hidden]` and `[..., 1]`.
         eps: epsilon of the key RMSNorm.
     """
     wide_partial = partial.to(mix.dtype)
-    alpha = torch.sigmoid(wide_partial @ query.to(mix.dtype) * inverse_rms(partial, eps) - lse)
-    return torch.lerp(mix, wide_partial, alpha.unsqueeze(-1)).to(partial.dtype)
+    alpha = torch.addcmul(lse.neg(), wide_partial @ query, inverse_rms(partial, eps)).sigmoid_()
+    return torch.lerp(mix, wide_partial, alpha).to(partial.dtype)
 
 
 # A generation is known by its KV cache, and its buffers are freed with it
@@ -172,7 +173,9 @@ class BlockCache:
             block_size: sublayers per block.
             eps: epsilon of the key RMSNorm.
         """
-        self.queries, self.block_size, self.eps, self.shape = queries, block_size, eps, partial.shape
+        wide = torch.promote_types(partial.dtype, torch.float32)
+        self.block_size, self.eps, self.shape = block_size, eps, partial.shape
+        self._set_queries(queries.to(wide))
         self.rewind(0)
         num_sites, hidden_size = queries.shape
         shape = (partial.shape[:-1].numel(), 1 + (num_sites - 1) // block_size, hidden_size)
@@ -186,10 +189,12 @@ class BlockCache:
             and self.values.is_inference() == torch.is_inference_mode_enabled()
         ):
             return
-        wide = torch.promote_types(partial.dtype, torch.float32)
         self.values = partial.new_empty(shape)
         self.scores = partial.new_empty((*shape[:2], num_sites), dtype=wide)
         self.mixes = partial.new_empty((shape[0], min(block_size, num_sites), hidden_size), dtype=wide)
+
+    def _set_queries(self, queries: torch.Tensor):
+        self.queries, self.columns = queries, queries.unsqueeze(-1).unbind(0)
 
     def rewind(self, site: int):
         """Forget what was closed at `site` or later."""
@@ -210,8 +215,8 @@ class BlockCache:
         block, first_site = block.flatten(0, -2), self.num_closed * self.block_size
         self.values[:, self.num_closed] = block
         with maybe_autocast(device_type=block.device.type, enabled=False):
-            scores = block.to(self.scores.dtype) @ self.queries[first_site:].to(self.scores.dtype).mT
-            self.scores[:, self.num_closed, first_site:] = scores * inverse_rms(block, self.eps).unsqueeze(-1)
+            scores = block.to(self.scores.dtype) @ self.queries[first_site:].mT
+            self.scores[:, self.num_closed, first_site:] = scores * inverse_rms(block, self.eps)
         self.num_closed += 1
 
     def read(self, site: int, partial: torch.Tensor) -> torch.Tensor:
@@ -223,12 +228,10 @@ class BlockCache:
         with maybe_autocast(device_type=partial.device.type, enabled=False):
             if self.open_block != block:
                 self._read_closed(block)
-            mix, lse = self.mix[:, offset], self.lse[:, offset]
             if offset == 0:
-                mix = mix.to(partial.dtype, copy=True)
-            else:
-                mix = merge_partial(self.queries[site], partial.flatten(0, -2), mix, lse, self.eps)
-        return mix.view(partial.shape)
+                return self.mix[0].to(partial.dtype, copy=True)
+            query, mix, lse = self.columns[site], self.mix[offset], self.lse[offset]
+            return merge_partial(query, partial, mix, lse, self.eps)
 
     def _read_closed(self, block: int):
         first_site = block * self.block_size
@@ -236,12 +239,16 @@ class BlockCache:
         scores = self.scores[:, : self.num_closed, first_site:last_site].mT
         # A compiled graph owns its memory: there, writing into a buffer would only be one more copy
         out = None if torch.compiler.is_compiling() else self.mixes[:, : last_site - first_site]
-        self.mix, self.lse = read_closed(self.values[:, : self.num_closed], scores, out=out)
+        mix, lse = read_closed(self.values[:, : self.num_closed], scores, out=out)
+        self.mix = mix.view(*self.shape[:-1], -1, self.shape[-1]).unbind(-2)
+        self.lse = lse.view(*self.shape[:-1], -1, 1).unbind(-2)
         self.open_block = block
 
     def _follow(self, device: torch.device):
         """Move along when the layers go on on another device: every closed block is copied there once."""
         if device == self.values.device:
             return
-        for name in ("queries", "values", "scores", "mixes", *(("mix", "lse") if self.open_block is not None else ())):
+        self._set_queries(self.queries.to(device))
+        for name in ("values", "scores", "mixes"):
             setattr(self, name, getattr(self, name).to(device))
+        self.open_block = None

@@ -484,8 +484,11 @@ class AttnResModel(AttnResPreTrainedModel):
         if block_cache is not None:
             blocks = ()
 
-        for i, layer in enumerate(self.layers[start:end], start=start):
-            mask = attention_mask[self.config.layer_types[i]] if isinstance(attention_mask, dict) else attention_mask
+        masks = [attention_mask] * (end - start)
+        if isinstance(attention_mask, dict):
+            masks = [attention_mask[layer_type] for layer_type in self.config.layer_types[start:end]]
+
+        for layer, mask in zip(self.layers[start:end], masks):
             partial, *closed = layer(
                 partial,
                 queries,

@@ -87,9 +87,8 @@ def test_two_phases_have_the_gradients_of_one_read():
     query = torch.randn(2, 7, dtype=torch.float64, requires_grad=True)
     *closed, partial = (source.flatten(0, 1).requires_grad_() for source in random_sources(4, torch.float64))
     values = torch.stack(closed, dim=1)
-    scores = (values @ query.mT * inverse_rms(values, EPS).unsqueeze(-1)).mT
-    mix, lse = read_closed(values, scores)
-    actual = merge_partial(query[1], partial, mix[:, 1], lse[:, 1], EPS)
+    mix, lse = read_closed(values, (values @ query.mT * inverse_rms(values, EPS)).mT)
+    actual = merge_partial(query[1, :, None], partial, mix[:, 1], lse[:, 1, None], EPS)
     expected, _ = depth_attention_reference(query[1], [*closed, partial], EPS)
     grad = torch.randn_like(expected)
     inputs = (query, *closed, partial)
