@@ -308,6 +308,7 @@ _BASE_FLAGS = (
 )
 
 
+# Abstract, so without a `post_init` of its own. trf-ignore: TRF013
 @auto_docstring
 class AttnResPreTrainedModel(PreTrainedModel):
     config: AttnResConfig
@@ -331,7 +332,6 @@ class AttnResPreTrainedModel(PreTrainedModel):
         "router_logits": [],
     }
 
-    # Abstract: the classes below end in `post_init`. trf-ignore: TRF013
     def __init__(self, config: AttnResConfig):
         base_class, _ = base_model_classes(config.base_model_type)
         for name in _BASE_FLAGS:
@@ -359,6 +359,10 @@ class AttnResPreTrainedModel(PreTrainedModel):
         if self.is_remote_code():  # transformers would list the class that is saved and no other
             self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
         return super().save_pretrained(*args, **kwargs)
+
+    def load_adapter(self, *args, **kwargs):
+        self.use_base_conversion_mapping(self.config)
+        return super().load_adapter(*args, **kwargs)
 
     # The base's method calls that of `PreTrainedModel`. trf-ignore: TRF018
     @torch.no_grad()
@@ -635,8 +639,8 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
         return loss_func(router_logits, num_experts, self.config.num_experts_per_tok, attention_mask)
 
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, inputs_embeds=None, **kwargs):
-        # CODEPATH: Phi3 with longrope switches to other frequencies behind this length, so what was cached is void
         switch_length = getattr(self.config, "original_max_position_embeddings", None)
+        # CODEPATH: Phi3 with longrope switches to other frequencies behind this length, so what was cached is void
         if self.config.base_model_type == "phi3" and past_key_values and input_ids.shape[1] > switch_length:
             if past_key_values.get_seq_length() <= switch_length:
                 past_key_values = None

@@ -2,8 +2,9 @@
 
     python benchmarks/against_twin.py [--blocks 8] [--pairs 25] [--threads 2]
 
-Both models have the shape of Qwen3-0.6B, fp32, random weights, eager. A ratio is AttnRes over twin: of the fastest runs,
-and the median and quartiles over the pairs. Memory is what autograd keeps for the backward pass, weights not counted.
+Both models have the shape of Qwen3-0.6B, fp32, random weights, eager. A ratio is AttnRes over twin: of the fastest
+runs, and the median and quartiles over the pairs. Memory is what autograd keeps for the backward pass of the decoder,
+weights not counted.
 """
 
 import platform
@@ -86,7 +87,7 @@ def activation_bytes(model, length: int, checkpointing: bool) -> int:
 
     model.train()
     if checkpointing:
-        model.gradient_checkpointing_enable()
+        model.gradient_checkpointing_enable({"use_reentrant": False})
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
         hidden_states = model.model(torch.zeros(1, length, dtype=torch.long), use_cache=False).last_hidden_state
     size = sum(storages.values())
@@ -108,7 +109,7 @@ def main(
     config = attnres.AttnResConfig.from_base_config(SHAPE, num_blocks=blocks)
     models = [AutoModelForCausalLM.from_config(c, dtype=torch.float32).eval() for c in (config, SHAPE)]
     with torch.no_grad():
-        models[0].model.depth_queries.query.normal_(std=0.02)  # what zero queries read is no special case, but anyway
+        models[0].model.depth_queries.query.normal_(std=0.02)
 
     table = Table("", "fastest", "median", "quartiles", "twin", title=f"AttnRes / PreNorm twin, {blocks} blocks")
     for label, make, unit in (
@@ -127,9 +128,8 @@ def main(
         table.add_row(label, f"{sizes[0] / sizes[1]:.3f}", "", "", f"{sizes[1] / 2**20:.1f} MiB")
     console = Console()
     console.print(table)
-    console.print(
-        f"torch {torch.__version__}, transformers {transformers.__version__}, {threads} threads, {platform.processor()}"
-    )
+    versions = f"torch {torch.__version__}, transformers {transformers.__version__}, attnres {attnres.__version__}"
+    console.print(f"{versions}, {threads} threads, {platform.machine()}")
 
 
 if __name__ == "__main__":

@@ -33,7 +33,7 @@ def test_gradient_checkpointing_changes_nothing(family, block_size, use_reentran
     assert torch.equal(loss, checkpointed_loss)
     assert grads.keys() == checkpointed.keys()
     for name in grads:
-        # gradients are summed in another order, which small ones (decay biases) feel; a lost source would be of order 1
+        # summed in another order, which small gradients (decay biases) feel; a lost source would be of order 1
         assert relative_error(checkpointed[name], grads[name]) < 2e-5, name
 
 

@@ -1,0 +1,220 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""`attnres demo`: a PreNorm checkpoint becomes an AttnRes one that computes the same, on real text.
+
+The text is the Python standard library's own source, which is on every machine. Files are held out by their name, so
+that what the models are compared on was not trained on.
+"""
+
+import shutil
+import sysconfig
+import tempfile
+import time
+import zlib
+from pathlib import Path
+
+import torch
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+    Qwen3Config,
+    Trainer,
+    TrainingArguments,
+    set_seed,
+)
+from transformers.utils import logging
+
+from .configuration_attnres import AttnResConfig
+from .modeling_attnres import AttnResForCausalLM
+
+
+PROMPTS = ["def main(", "import os\n", "class Error(Exception):\n    "]
+CONTEXT = 64
+HELD_OUT_WINDOWS = 128
+console = Console()
+
+
+def standard_library() -> tuple[list[str], list[str]]:
+    """Sources of the standard library, tests and vendored packages left out: for training, and one in 20 held out."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data", "encodings"}
+    train, held_out = [], []
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root)
+        if not skipped & set(name.parts):
+            texts = held_out if zlib.crc32(name.as_posix().encode()) % 20 == 0 else train
+            texts.append(path.read_text(encoding="utf-8", errors="replace"))
+    return train, held_out
+
+
+def windows(tokenizer, texts: list[str], length: int) -> torch.Tensor:
+    """The texts' tokens in one row after the other, `[windows, length]`; the rest that fills no window is dropped."""
+    ids = [i for text in texts for i in [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]]
+    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
+
+
+def train_tokenizer(texts: list[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
+    """A byte-level BPE tokenizer."""
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    trainer = trainers.BpeTrainer(
+        vocab_size=vocab_size,
+        special_tokens=["<|endoftext|>"],
+        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    tokenizer.train_from_iterator(texts, trainer)
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
+
+
+def train_base_model(folder: Path, steps: int):
+    """Train a small Qwen3 with its tokenizer on the standard library and save both as an ordinary checkpoint."""
+    train, _ = standard_library()
+    console.print(f"Training a tokenizer on {len(train)} files of the standard library ...")
+    tokenizer = train_tokenizer(train)
+    set_seed(0)
+    config = Qwen3Config(
+        vocab_size=len(tokenizer),
+        hidden_size=128,
+        intermediate_size=320,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        tie_word_embeddings=True,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    console.print(f"Training a Qwen3 of {model.num_parameters() / 1e6:.1f}M parameters for {steps} steps ...")
+    arguments = TrainingArguments(
+        output_dir=tempfile.gettempdir(),  # it saves nothing
+        per_device_train_batch_size=16,
+        max_steps=steps,
+        learning_rate=1e-2,
+        lr_scheduler_type="linear",
+        warmup_steps=max(1, steps // 20),
+        weight_decay=0.1,
+        adam_beta2=0.95,
+        logging_steps=max(1, steps // 8),
+        save_strategy="no",
+        report_to=[],
+        use_cpu=True,
+        seed=0,
+    )
+    rows = [{"input_ids": ids, "labels": ids} for ids in windows(tokenizer, train, CONTEXT)]
+    Trainer(model=model, args=arguments, train_dataset=rows).train()
+    save(folder / "base", model, tokenizer)
+
+
+def save(folder: Path, model, tokenizer):
+    """Save beside, then rename: the folder is there with everything in it, or not at all."""
+    unfinished = folder.with_name(f".{folder.name}.unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    model.save_pretrained(unfinished)
+    tokenizer.save_pretrained(unfinished)
+    shutil.rmtree(folder, ignore_errors=True)
+    unfinished.rename(folder)
+
+
+@torch.no_grad()
+def held_out_loss(candidates: dict[str, torch.nn.Module], tokens: torch.Tensor) -> tuple[dict[str, float], float]:
+    """Mean loss of each of two models over `tokens`, `[windows, length]`, and the largest difference of a logit."""
+    losses, difference = dict.fromkeys(candidates, 0.0), 0.0
+    for ids in track(tokens.split(16), description="Held-out loss", console=console):
+        logits = []
+        for name, model in candidates.items():
+            output = model(ids, labels=ids)
+            losses[name] += output.loss.item() * len(ids) / len(tokens)
+            logits.append(output.logits)
+        difference = max(difference, (logits[0] - logits[1]).abs().max().item())
+    return losses, difference
+
+
+def tokens_per_second(candidates: dict[str, torch.nn.Module], input_ids: torch.Tensor) -> dict[str, float]:
+    """Greedy decoding speed, the fastest of 5 alternating runs of 64 tokens each."""
+    fastest = dict.fromkeys(candidates, float("inf"))
+    for _ in track(range(5), description="Decoding speed", console=console):
+        for name, model in candidates.items():
+            start = time.perf_counter()
+            model.generate(input_ids, max_new_tokens=64, min_new_tokens=64, do_sample=False)
+            fastest[name] = min(fastest[name], time.perf_counter() - start)
+    return {name: 64 / seconds for name, seconds in fastest.items()}
+
+
+def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
+    """See `attnres demo --help`."""
+    if output.is_file():
+        raise ValueError(f"`--output {output}` is a file; name a folder.")
+    start = time.perf_counter()
+    base_path = model
+    if model is None:
+        base_path = output / "base"
+        if base_path.exists():
+            console.print(f"Using the base model in {base_path} (delete the folder to train it again).")
+        else:
+            train_base_model(output, steps)
+    base_config = AutoConfig.from_pretrained(base_path)
+    config = AttnResConfig.from_base_config(base_config, num_blocks=num_blocks, attn_res_scale_norm_eps=True)
+    tokenizer = AutoTokenizer.from_pretrained(base_path)
+
+    console.print(f"\nTurning {base_path} into an AttnRes model, {config.attn_res_block_size} sublayers a block ...")
+    logging.set_verbosity_error()  # the two tensors that are missing are those that make the difference
+    converted = AttnResForCausalLM.from_pretrained(base_path, config=config, dtype=torch.float32)
+    logging.set_verbosity_warning()
+    save(output / "attnres", converted, tokenizer)
+    del converted
+
+    candidates = {
+        "PreNorm": AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.float32),
+        "AttnRes": AutoModelForCausalLM.from_pretrained(output / "attnres", dtype=torch.float32),
+    }
+    _, held_out = standard_library()
+    losses, difference = held_out_loss(candidates, windows(tokenizer, held_out, CONTEXT)[:HELD_OUT_WINDOWS])
+    console.print("\nGreedy continuations of the AttnRes model:")
+    unchanged = 0
+    for prompt in PROMPTS:
+        inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
+        base_text, text = (
+            tokenizer.decode(candidate.generate(**inputs, max_new_tokens=24, do_sample=False)[0])
+            for candidate in candidates.values()
+        )
+        unchanged += text == base_text
+        console.print(text, markup=False, style="cyan")
+        console.print("---")
+    speeds = tokens_per_second(candidates, inputs.input_ids)
+
+    table = Table("", *candidates, title="The same function")
+    table.add_row("held-out loss", *(f"{losses[name]:.6f}" for name in candidates))
+    table.add_row("parameters", *(f"{candidate.num_parameters():,}" for candidate in candidates.values()))
+    table.add_row("tokens/s, greedy", *(f"{speeds[name]:.1f}" for name in candidates))
+    console.print(table)
+    if model is None:
+        console.print(
+            "(A step of so small a model is mostly Python; for a real shape see benchmarks/against_twin.py.)"
+        )
+    console.print(f"Largest difference of a logit: {difference:.1e} (fp32)")
+    console.print(f"Greedy continuations unchanged: {unchanged} of {len(PROMPTS)}")
+    console.print(f"PreNorm checkpoint: {base_path}\nAttnRes checkpoint: {output / 'attnres'}")
+    console.print(f"Done in {time.perf_counter() - start:.0f} s.")
+    if unchanged < len(PROMPTS) or abs(losses["PreNorm"] - losses["AttnRes"]) > 1e-4:
+        raise ValueError("the AttnRes model does not compute what its base computes; please report this.")

@@ -1,0 +1,58 @@
+"""`attnres demo` as a user runs it: in a process of its own, from the first time to a rerun and bad input."""
+
+import subprocess
+import sys
+
+import pytest
+from tiny_models import tiny_base_model
+from transformers import AutoConfig, AutoModelForCausalLM
+
+from attnres.demo import train_tokenizer
+
+
+def attnres(*args) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "attnres.cli", *map(str, args)], capture_output=True, text=True)
+
+
+def test_demo_and_its_rerun(tmp_path):
+    first = attnres("demo", "--output", tmp_path / "out", "--steps", 3)
+    assert first.returncode == 0, first.stderr
+    again = attnres("demo", "--output", tmp_path / "out", "--num-blocks", 8)
+    assert again.returncode == 0, again.stderr
+    assert "Using the base model in" in again.stdout
+    for result in (first, again):
+        assert "Greedy continuations unchanged: 3 of 3" in result.stdout
+        assert "held-out loss" in result.stdout
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["attnres", "base"]
+    assert AutoConfig.from_pretrained(tmp_path / "out" / "base").model_type == "qwen3"
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "attnres")
+    assert type(model).__name__ == "AttnResForCausalLM" and model.config.attn_res_block_size == 1
+
+
+def test_demo_on_a_checkpoint(tmp_path):
+    tokenizer = train_tokenizer(["def main():\n    return 0\n"] * 10, vocab_size=300)
+    tiny_base_model("mixtral", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "mine")
+    tokenizer.save_pretrained(tmp_path / "mine")
+    result = attnres("demo", "--model", tmp_path / "mine", "--output", tmp_path / "out")
+    assert result.returncode == 0, result.stderr
+    assert "Greedy continuations unchanged: 3 of 3" in result.stdout
+
+
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path):
+    AutoConfig.for_model("olmo2").save_pretrained(tmp_path / "olmo2")
+    (tmp_path / "file").write_text("")
+    for args, message in (
+        (("--model", tmp_path / "olmo2"), "`base_model_type='olmo2'` is not supported: it normalises"),
+        (("--model", tmp_path / "missing"), "missing"),
+        (("--output", tmp_path / "file"), "is a file; name a folder"),
+    ):
+        result = attnres("demo", *(args if "--output" in args else (*args, "--output", tmp_path / "out")))
+        assert result.returncode == 1
+        assert "Traceback" not in result.stderr and "Error:" in result.stderr
+        assert message in " ".join(result.stderr.split())
+        assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("args", [("demo", "--num-blocks", "0"), ("demo", "--steps", "0"), ("nonsense",)])
+def test_usage_errors(args):
+    assert attnres(*args).returncode == 2
