@@ -79,6 +79,24 @@ def test_family(family, block_size, input_ids, tmp_path):
         assert torch.equal(parameter, saved), name
 
 
+@pytest.mark.parametrize(
+    "family, dropouts",
+    [
+        ("phi3", {"resid_pdrop": 1.0}),
+        ("stablelm", {"hidden_dropout": 1.0}),
+        ("starcoder2", {"residual_dropout": 1.0}),
+        ("starcoder2", {"embedding_dropout": 1.0}),
+        ("llama", {"attention_dropout": 1.0}),
+    ],
+)
+def test_dropout_is_that_of_the_base(family, dropouts, input_ids):
+    """With certainty for a probability, so that it can be compared."""
+    base_model = tiny_base_model(family, **{"residual_dropout": 0.0, "embedding_dropout": 0.0, **dropouts}).train()
+    model = convert(base_model, 3).train()
+    torch.testing.assert_close(model(input_ids).logits, base_model(input_ids).logits)
+    assert relative_error(model(input_ids).logits, model.eval()(input_ids).logits) > 1e-2
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 def test_config_round_trip(family, tmp_path):
     base_config = tiny_base_config(family, architectures=None)

@@ -143,18 +143,21 @@ def test_compiled_decoding(model, input_ids):
 
 
 def test_each_closed_block_is_normalised_once(model, input_ids, monkeypatch):
-    normalised = []
-    inverse_rms = attnres.depth_attention.inverse_rms
+    calls = {"inverse_rms": 0, "read_closed": 0, "merge_partial": 0}
+    for name in calls:
 
-    def count(values, eps):
-        normalised.append(values.shape)
-        return inverse_rms(values, eps)
+        def counted(*args, name=name, function=getattr(attnres.depth_attention, name), **kwargs):
+            calls[name] += 1
+            return function(*args, **kwargs)
 
-    monkeypatch.setattr(attnres.depth_attention, "inverse_rms", count)
-    with torch.no_grad():
-        model(input_ids)
-    # every site reads one tensor that was not there before: the block that closes, or the partial sum
-    assert len(normalised) == model.config.num_sites
+        monkeypatch.setattr(attnres.depth_attention, name, counted)
+    generate(model, input_ids[:, :1])
+    num_sites, block_size, steps = model.config.num_sites, model.config.attn_res_block_size, 8
+    num_blocks = -(-num_sites // block_size)
+    # every site meets one tensor that was not there before: the block that closes, or the partial sum
+    assert calls["inverse_rms"] == steps * num_sites
+    assert calls["read_closed"] == steps * num_blocks
+    assert calls["merge_partial"] == steps * (num_sites - num_blocks)
 
 
 def test_buffers_are_reused_from_step_to_step(model, input_ids):
@@ -189,7 +192,8 @@ def test_phi3_drops_the_cache_where_longrope_switches():
     base_model = tiny_base_model("phi3", **kwargs)
     model = convert(base_model, 3)
     input_ids = torch.randint(3, 97, (1, 10))
-    assert torch.equal(generate(model, input_ids), generate(base_model, input_ids))
+    # not the base with its cache, which loses the prompt at the switch before transformers 5.20
+    assert torch.equal(generate(model, input_ids), generate(base_model, input_ids, use_cache=False))
 
 
 @pytest.mark.parametrize("family", ["qwen3", "kimi_linear"])
