@@ -59,6 +59,8 @@ def test_autocast_matches_the_base(input_ids):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         expected, expected_grads = loss_and_grads(base_model, input_ids)
         actual, grads = loss_and_grads(model, input_ids)
+        sums = model(input_ids, output_hidden_states=True).hidden_states
+    assert all(partial.dtype == torch.float32 for partial in sums), "sums have the precision of the residual stream"
     # both are off by the rounding of bf16 matrix products, and no more
     assert (actual - expected).abs() <= 2 * (exact - expected).abs() + 1e-3
     for name, expected_grad in expected_grads.items():
