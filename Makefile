@@ -1,19 +1,24 @@
 # make demo   the main job, offline, on a CPU, in minutes
 # make test   the whole test suite
 # make lint   ruff and transformers' modelling rules
+# make test-5.19   what has to hold on transformers 5.19 as well, in an environment of its own
 # Each sets up .venv first if it is missing or older than what it is made from.
 
 PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 
-.PHONY: demo test lint clean
+.PHONY: demo test test-5.19 lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/attnres demo
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2
+
+test-5.19: $(VENV)-5.19/installed
+	$(VENV)-5.19/bin/python -m pytest -n 2 -p no:cacheprovider tests/test_families.py tests/test_generation.py \
+		tests/test_loading.py tests/test_readme.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -29,5 +34,11 @@ $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
 	touch $@
 
+$(VENV)-5.19/installed: pyproject.toml constraints-5.19.txt
+	test -x $(VENV)-5.19/bin/python || $(PYTHON) -m venv $(VENV)-5.19
+	$(VENV)-5.19/bin/python -m pip install --quiet --constraint constraints-5.19.txt \
+		pytest pytest-timeout pytest-xdist hqq --editable .
+	touch $@
+
 clean:
-	rm -rf $(VENV) attnres-demo
+	rm -rf $(VENV) $(VENV)-5.19 attnres-demo

@@ -21,6 +21,7 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
+from transformers import __version__
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 from transformers.utils import auto_docstring
@@ -114,6 +115,8 @@ def base_config_class(base_model_type: str) -> type[PreTrainedConfig]:
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     check_base_model_type(base_model_type)
+    if base_model_type not in CONFIG_MAPPING:
+        raise ValueError(f"`base_model_type={base_model_type!r}` needs a newer transformers than {__version__}.")
     return CONFIG_MAPPING[base_model_type]
 
 
