@@ -263,11 +263,12 @@ class _ActiveConversionMapping(list):
         self.active = threading.local()
 
     def __deepcopy__(self, memo):
-        base_config = getattr(self.active, "base", None)
-        if base_config is None:
-            return None
-        by_class_name = conversion_mapping.get_checkpoint_conversion_mapping(base_config[1])
-        return by_class_name or conversion_mapping.get_checkpoint_conversion_mapping(base_config[0])
+        # as for a native model, that of the class comes before that of the model type
+        for name in getattr(self.active, "base_names", ()):
+            mapping = conversion_mapping.get_checkpoint_conversion_mapping(name)
+            if mapping is not None:
+                return mapping
+        return None
 
 
 _CONVERSION_MAPPING = _ActiveConversionMapping()
@@ -352,7 +353,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
     def use_base_conversion_mapping(cls, config: AttnResConfig):
         """Checkpoints keep the base's own format plus two tensors: name the base before one is read or written."""
         _, causal_lm_class = base_model_classes(config.base_model_type)
-        _CONVERSION_MAPPING.active.base = (config.base_model_type, causal_lm_class.__name__)
+        _CONVERSION_MAPPING.active.base_names = (causal_lm_class.__name__, config.base_model_type)
 
     def save_pretrained(self, *args, **kwargs):
         self.use_base_conversion_mapping(self.config)
@@ -485,8 +486,7 @@ class AttnResModel(AttnResPreTrainedModel):
         position_embeddings = self.rotary_emb(partial, position_ids) if self.rotary_emb is not None else None
         queries = self.depth_queries() if queries is None else queries
         block_cache = self.open_block_cache(start, queries, partial, blocks, past_key_values, **kwargs)
-        if block_cache is not None:
-            blocks = ()
+        blocks = tuple(blocks) if block_cache is None else ()
 
         masks = [attention_mask] * (end - start)
         if isinstance(attention_mask, dict):
@@ -518,13 +518,13 @@ class AttnResModel(AttnResPreTrainedModel):
         **kwargs,
     ) -> BlockCache | None:
         """The block cache for two-phase reads from layer `start` on; none where gradients or weights are asked for."""
-        if isinstance(blocks, BlockCache):
-            blocks.rewind(2 * start)
-            return blocks
         if output_depth_attentions is None:
             output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
         if torch.is_grad_enabled() or output_depth_attentions:
             return None
+        if isinstance(blocks, BlockCache):
+            blocks.rewind(2 * start)
+            return blocks
         # The steps of a generation share their buffers; a compiled graph plans its own memory
         reuse = past_key_values is not None and not torch.compiler.is_compiling()
         block_cache = BlockCache.beside(past_key_values) if reuse else BlockCache()
@@ -541,7 +541,7 @@ class AttnResModel(AttnResPreTrainedModel):
     ) -> torch.Tensor:
         """The read behind the last layer, `[batch, seq, hidden]`; arguments as returned by `run_layers`."""
         queries = self.depth_queries() if queries is None else queries
-        if isinstance(blocks, BlockCache):
+        if isinstance(blocks, BlockCache) and not torch.is_grad_enabled():
             return self.final_depth_read(queries, partial, block_cache=blocks)[0]
         return self.final_depth_read(queries, partial, *blocks)[0]
 

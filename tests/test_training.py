@@ -37,6 +37,19 @@ def test_gradient_checkpointing_changes_nothing(family, block_size, use_reentran
         assert relative_error(checkpointed[name], grads[name]) < 2e-5, name
 
 
+@pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
+def test_compiled_training_step(family, input_ids):
+    """Forward and backward in one graph each."""
+    model = randomize_queries(convert(tiny_base_model(family), 3)).train()
+    loss, grads = loss_and_grads(model, input_ids)
+    torch._dynamo.reset()
+    model.compile(fullgraph=True, backend="aot_eager")
+    compiled_loss, compiled = loss_and_grads(model, input_ids)
+    torch.testing.assert_close(compiled_loss, loss)
+    for name in grads:
+        assert relative_error(compiled[name], grads[name]) < 2e-5, name
+
+
 def test_gradient_checkpointing_from_the_config(input_ids):
     base_model = tiny_base_model("qwen3")
     base_model.config.gradient_checkpointing = True
