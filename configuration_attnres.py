@@ -51,25 +51,36 @@ class BaseFamily:
 
 
 BASE_FAMILIES = {
+    "arcee": BaseFamily(),
+    "cwm": BaseFamily(),
+    "deepseek_v2": BaseFamily(),
     "deepseek_v3": BaseFamily(),
     "ernie4_5": BaseFamily(),
     "gemma": BaseFamily(),
+    "glm": BaseFamily(),
     "glm4_moe": BaseFamily(),
+    "glm4_moe_lite": BaseFamily(),
     "gpt_oss": BaseFamily(),
     "granite": BaseFamily(
         residual_multiplier="residual_multiplier",
         embedding_multiplier="embedding_multiplier",
         logits_scaling="logits_scaling",
     ),
+    "helium": BaseFamily(),
     "hunyuan_v1_dense": BaseFamily(),
     "kimi_linear": BaseFamily(legacy_keywords=("linear_attn_config", "first_k_dense_replace")),
     "llama": BaseFamily(),
     "minimax_m2": BaseFamily(legacy_keywords=("rotary_dim",)),
+    "ministral": BaseFamily(),
+    "ministral3": BaseFamily(),
     "mistral": BaseFamily(),
     "mixtral": BaseFamily(),
+    "nemotron": BaseFamily(),
     "olmo": BaseFamily(fixed_norm_eps=1e-5),
+    "olmoe": BaseFamily(),
     "phi3": BaseFamily(attention_dropout="resid_attn_dropout", mlp_dropout="resid_mlp_dropout"),
     "qwen2": BaseFamily(),
+    "qwen2_moe": BaseFamily(),
     "qwen3": BaseFamily(),
     "qwen3_moe": BaseFamily(),
     "qwen3_next": BaseFamily(legacy_keywords=("full_attention_interval",)),
@@ -84,7 +95,7 @@ _SANDWICH = "it also normalises what a sublayer writes; reading its blocks exact
 _PARALLEL = "its attention and MLP read the stream in parallel, so an MLP has no input of its own to attend over depth"
 REFUSED_FAMILIES = {
     **dict.fromkeys(("olmo2", "olmo3", "flex_olmo", "exaone4"), _POST_NORM),
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "glm", "glm4"), _SANDWICH),
+    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "glm4"), _SANDWICH),
     **dict.fromkeys(("cohere", "cohere2", "falcon", "gpt_neox", "gptj", "phi"), _PARALLEL),
     "inkling2": "it is an attention-residual architecture already",
 }

@@ -179,7 +179,7 @@ def test_concurrent_loads(input_ids, tmp_path):
 
 
 def test_auxiliary_loss_is_that_of_the_base(input_ids):
-    for family in ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "minimax_m2"):
+    for family in ("qwen3_moe", "mixtral", "gpt_oss", "qwen3_next", "minimax_m2", "qwen2_moe", "olmoe"):
         base_model = tiny_base_model(family, router_aux_loss_coef=0.5)
         kwargs = {"labels": input_ids, "output_router_logits": True, "attention_mask": torch.ones_like(input_ids)}
         actual, expected = convert(base_model, 3)(input_ids, **kwargs), base_model(input_ids, **kwargs)
