@@ -97,7 +97,7 @@ REFUSED_FAMILIES = {
     **dict.fromkeys(("olmo2", "olmo3", "flex_olmo", "exaone4"), _POST_NORM),
     **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "glm4"), _SANDWICH),
     **dict.fromkeys(("cohere", "cohere2", "falcon", "gpt_neox", "gptj", "phi"), _PARALLEL),
-    "inkling2": "it is an attention-residual architecture already",
+    **dict.fromkeys(("attnres", "inkling2"), "it is an attention-residual architecture already"),
 }
 
 # Class attributes of a base config that transformers looks up on the config: ours belong to an instance

@@ -120,7 +120,7 @@ class AttnResDepthRead(nn.Module):
         """Mix of the closed blocks and the pending partial sum, and its weights unless the block cache gave it."""
         if block_cache is not None:
             return block_cache.read(self.site, partial), None
-        return depth_attention(queries[self.site], [*blocks, partial], self.eps)
+        return depth_attention(queries[self.site].to(partial.device), [*blocks, partial], self.eps)
 
 
 class AttnResLayerNorm(nn.Module):
@@ -504,7 +504,8 @@ class AttnResModel(AttnResPreTrainedModel):
                 position_embeddings=position_embeddings,
                 **kwargs,
             )
-            blocks = (*blocks, *closed)
+            # With layers on several devices the blocks go along, so that not every layer fetches them again
+            blocks = (*(block.to(partial.device) for block in blocks), *closed)
         return partial, blocks if block_cache is None else block_cache
 
     def open_block_cache(

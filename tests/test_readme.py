@@ -8,6 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from attnres.cli import app
+from attnres.configuration_attnres import BASE_FAMILIES
 from attnres.modeling_attnres import AttnResForCausalLM
 
 
@@ -23,6 +24,10 @@ def test_python_examples(tmp_path, monkeypatch):
     for block in blocks:
         exec(compile(block, "README.md", "exec"), namespace)
     assert (tmp_path / "self-contained" / "modeling_attnres.py").exists()
+
+
+def test_every_family_is_listed():
+    assert set(re.findall(r"^\| (\w+) \| \de-", README, flags=re.MULTILINE)) == BASE_FAMILIES.keys()
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"`(attnres [a-z]+[^`]*)`", README))))
