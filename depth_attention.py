@@ -235,13 +235,14 @@ class BlockCache:
 
     def _read_closed(self, block: int):
         first_site = block * self.block_size
-        last_site = min(first_site + self.block_size, len(self.queries))
-        scores = self.scores[:, : self.num_closed, first_site:last_site].mT
+        num_sites = min(self.block_size, len(self.queries) - first_site)
+        scores = self.scores[:, : self.num_closed, first_site : first_site + num_sites].mT
         # A compiled graph owns its memory: there, writing into a buffer would only be one more copy
-        out = None if torch.compiler.is_compiling() else self.mixes[:, : last_site - first_site]
+        out = None if torch.compiler.is_compiling() else self.mixes[:, :num_sites]
         mix, lse = read_closed(self.values[:, : self.num_closed], scores, out=out)
-        self.mix = mix.view(*self.shape[:-1], -1, self.shape[-1]).unbind(-2)
-        self.lse = lse.view(*self.shape[:-1], -1, 1).unbind(-2)
+        *tokens, hidden_size = self.shape
+        self.mix = mix.view(*tokens, num_sites, hidden_size).unbind(-2)
+        self.lse = lse.view(*tokens, num_sites, 1).unbind(-2)
         self.open_block = block
 
     def _follow(self, device: torch.device):

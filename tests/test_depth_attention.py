@@ -83,6 +83,14 @@ def test_block_cache_matches_definition(block_size, dtype):
     assert cache.values.data_ptr() == pointer
 
 
+def test_no_tokens():
+    sources, queries = random_sources(3, torch.float32, shape=(0, 5, 7)), torch.randn(3, 7)
+    assert depth_attention(queries[2], sources, EPS)[0].shape == (0, 5, 7)
+    cache = BlockCache()
+    cache.start(queries, sources[0], 2, EPS)
+    assert [cache.read(site, sources[site]).shape for site in range(3)] == 3 * [(0, 5, 7)]
+
+
 def test_two_phases_have_the_gradients_of_one_read():
     query = torch.randn(2, 7, dtype=torch.float64, requires_grad=True)
     *closed, partial = (source.flatten(0, 1).requires_grad_() for source in random_sources(4, torch.float64))
