@@ -19,6 +19,7 @@ from typing import Annotated
 
 import typer
 from rich.console import Console
+from rich.markup import escape
 
 
 app = typer.Typer(
@@ -55,7 +56,7 @@ def main():
     try:
         app()
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {error}", highlight=False)
+        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False)
         sys.exit(1)
 
 
