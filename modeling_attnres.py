@@ -459,6 +459,7 @@ class AttnResModel(AttnResPreTrainedModel):
         attention_mask: torch.Tensor | dict | None = None,
         position_ids: torch.LongTensor | None = None,
         past_key_values: Cache | None = None,
+        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
         **kwargs: Unpack[TransformersKwargs],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | BlockCache]:
         """Run the layers `start` to `end - 1`: all that a pipeline stage does between its first and last layer.
@@ -466,7 +467,8 @@ class AttnResModel(AttnResPreTrainedModel):
         Args:
             partial: the pending partial sum in front of layer `start` (0: the embeddings), `[batch, seq, hidden]`.
             blocks: the blocks closed in front of layer `start`, in the order of depth, each of the same shape.
-            queries: result of `depth_queries()`, if it is at hand.
+            queries, position_embeddings: results of `depth_queries()` and `rotary_emb`, if they are at hand.
+            attention_mask: as for `forward`, or what has been made of it: 4-D, or by layer type.
 
         Returns:
             The same two for layer `end`. Without gradients the blocks are a `BlockCache`, a sequence of such tensors.
@@ -483,7 +485,8 @@ class AttnResModel(AttnResPreTrainedModel):
                 past_key_values=past_key_values,
                 position_ids=position_ids,
             )
-        position_embeddings = self.rotary_emb(partial, position_ids) if self.rotary_emb is not None else None
+        if position_embeddings is None and self.rotary_emb is not None:
+            position_embeddings = self.rotary_emb(partial, position_ids)
         queries = self.depth_queries() if queries is None else queries
         block_cache = self.open_block_cache(start, queries, partial, blocks, past_key_values, **kwargs)
         blocks = tuple(blocks) if block_cache is None else ()
