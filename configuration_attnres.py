@@ -150,6 +150,20 @@ def _is_known(name: str, base_class: type[PreTrainedConfig]) -> bool:
     )
 
 
+def _check_known(kwargs: dict[str, Any], base_class: type[PreTrainedConfig]):
+    own = [field.name for field in fields(AttnResConfig)]
+    for name, value in kwargs.items():
+        if name in own or _is_known(name, base_class):
+            continue
+        close = difflib.get_close_matches(name, [*_base_keywords(base_class), *own], n=3)
+        raise ValueError(
+            f"Unknown field `{name}={value!r}` for an AttnRes model on base `{base_class.model_type}`."
+            f" Allowed are the fields of `{base_class.__name__}` and"
+            f" {', '.join(name for name in own if name.startswith(('base_model_type', 'attn_res_')))}."
+            + (f" Did you mean {' or '.join(close)}?" if close else "")
+        )
+
+
 @auto_docstring(checkpoint="attnres")
 @strict
 class AttnResConfig(PreTrainedConfig):
@@ -193,7 +207,7 @@ class AttnResConfig(PreTrainedConfig):
             raise ValueError(
                 f"`model_type={kwargs['model_type']!r}` contradicts `base_model_type={self.base_model_type!r}`."
             )
-        self._check_known(kwargs, base_class)
+        _check_known(kwargs, base_class)
         kwargs.pop("model_type", None)
         base_kwargs = {name: kwargs.pop(name) for name in _base_keywords(base_class) & kwargs.keys()}
         if self.tie_word_embeddings is not None:
@@ -209,19 +223,6 @@ class AttnResConfig(PreTrainedConfig):
                 self.__dict__[name] = value
         super().__post_init__(**kwargs)
         self.validate_attn_res()
-
-    def _check_known(self, kwargs: dict[str, Any], base_class: type[PreTrainedConfig]):
-        for name, value in kwargs.items():
-            if _is_known(name, base_class):
-                continue
-            own = [field.name for field in fields(self)]
-            close = difflib.get_close_matches(name, [*_base_keywords(base_class), *own], n=3)
-            raise ValueError(
-                f"Unknown field `{name}={value!r}` for an AttnRes model on base `{self.base_model_type}`."
-                f" Allowed are the fields of `{base_class.__name__}` and"
-                f" {', '.join(name for name in own if name.startswith(('base_model_type', 'attn_res_')))}."
-                + (f" Did you mean {' or '.join(close)}?" if close else "")
-            )
 
     def validate_attn_res(self):
         """Check the fields of depth attention."""
@@ -273,6 +274,7 @@ class AttnResConfig(PreTrainedConfig):
         check_base_model_type(base_config.model_type)
         if "attn_res_block_size" in kwargs:
             raise ValueError("Pass `block_size`, not `attn_res_block_size`, to `from_base_config`.")
+        _check_known(kwargs, type(base_config))
         if block_size is not None and num_blocks is not None:
             raise ValueError(f"`block_size={block_size}` and `num_blocks={num_blocks}` contradict: give one of them.")
         if num_blocks is not None:

@@ -112,6 +112,39 @@ def test_config_round_trip(family, tmp_path):
     assert loaded.to_base_config().to_dict() == {**base_config.to_dict(), "_name_or_path": str(tmp_path)}
 
 
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"hiden_size": 3}, r"Unknown field `hiden_size=3`.*Did you mean hidden_size"),
+        ({"num_blocks": 4}, r"Unknown field `num_blocks=4`"),
+        ({"attn_res_block_size": 0}, r"`attn_res_block_size=0` must be a number of sublayers >= 1"),
+        ({"attn_res_block_size": -2}, r"`attn_res_block_size=-2` must be"),
+        ({"attn_res_norm_eps": -1.0}, r"`attn_res_norm_eps=-1.0` must be >= 0"),
+        ({"base_model_type": "gpt2"}, r"`base_model_type='gpt2'` is not supported.*Supported: .*qwen3"),
+        ({"model_type": "qwen3"}, r"`model_type='qwen3'` contradicts `base_model_type='llama'`"),
+        ({"base_model_type": "stablelm", "use_parallel_residual": True}, r"`use_parallel_residual=True` on base"),
+    ],
+)
+def test_bad_fields_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        AttnResConfig(**kwargs)
+
+
+@pytest.mark.parametrize(
+    "kwargs, message",
+    [
+        ({"block_size": 2, "num_blocks": 4}, r"`block_size=2` and `num_blocks=4` contradict"),
+        ({"num_blocks": 0}, r"`num_blocks=0` must be >= 1"),
+        ({"block_size": 0}, r"`attn_res_block_size=0` must be"),
+        ({"attn_res_block_size": 2}, r"Pass `block_size`"),
+        ({"blok_size": 2}, r"Unknown field `blok_size=2`"),
+    ],
+)
+def test_bad_block_partitions_are_named(kwargs, message):
+    with pytest.raises(ValueError, match=message):
+        AttnResConfig.from_base_config(tiny_base_config("qwen3"), **kwargs)
+
+
 @pytest.mark.parametrize("family", REFUSED_FAMILIES)
 def test_refused_families_say_why(family):
     with pytest.raises(ValueError, match=f"{family}.*is not supported: {REFUSED_FAMILIES[family]}"):
