@@ -15,11 +15,16 @@
 
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.markup import escape
+
+
+if TYPE_CHECKING:
+    from .conversion import ConversionReport
 
 
 app = typer.Typer(
@@ -28,6 +33,9 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+
+
+console = Console()
 
 
 @app.callback()
@@ -49,6 +57,145 @@ def demo(
     from .demo import run_demo
 
     run_demo(model=model, output=output, num_blocks=num_blocks, steps=steps)
+
+
+Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a folder or a Hub id.")]
+Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; must not exist or be empty.")]
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+Link = Annotated[bool, typer.Option("--link", help="Hard links in place of copies of the weight files.")]
+NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not run the models to compare them.")]
+VerifyText = Annotated[Path | None, typer.Option(help="UTF-8 text to compare on, in place of the built-in one.")]
+Device = Annotated[str, typer.Option(help="Where to run the models: auto, cpu, cuda:0 ...")]
+
+
+@app.command()
+def convert(
+    source: Source,
+    destination: Destination,
+    block_size: Annotated[int | None, typer.Option(help="Sublayers per block; a layer has two.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(help="Number of blocks. [default: 8]")] = None,
+    full: Annotated[bool, typer.Option("--full", help="Full AttnRes: every sublayer is a block.")] = False,
+    revision: Revision = None,
+    link: Link = False,
+    no_verify: NoVerify = False,
+    verify_text: VerifyText = None,
+    device: Device = "auto",
+):
+    """Turn a PreNorm checkpoint into an AttnRes one that computes the same, or change the blocks of one."""
+    from .conversion import convert
+
+    report = convert(
+        source,
+        destination,
+        block_size=block_size,
+        num_blocks=num_blocks,
+        full=full,
+        revision=revision,
+        link=link,
+        verify=not no_verify,
+        verify_text=verify_text,
+        device=device,
+    )
+    show(report, destination)
+
+
+@app.command()
+def revert(
+    source: Source,
+    destination: Destination,
+    force: Annotated[
+        bool, typer.Option("--force", help="Also if trained queries are lost; measures by how much.")
+    ] = False,
+    revision: Revision = None,
+    link: Link = False,
+    no_verify: NoVerify = False,
+    verify_text: VerifyText = None,
+    device: Device = "auto",
+):
+    """Give the PreNorm checkpoint back that an AttnRes one was made of, bit for bit."""
+    from .conversion import revert
+
+    report = revert(
+        source,
+        destination,
+        force=force,
+        revision=revision,
+        link=link,
+        verify=not no_verify,
+        verify_text=verify_text,
+        device=device,
+    )
+    show(report, destination)
+
+
+@app.command()
+def verify(
+    first: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a folder or a Hub id.")],
+    second: Annotated[str, typer.Argument(metavar="B", help="Checkpoint: a folder or a Hub id.")],
+    text: Annotated[Path | None, typer.Option(help="UTF-8 text to compare on, in place of the built-in one.")] = None,
+    max_tokens: Annotated[int, typer.Option(help="How much of the text to use.")] = 512,
+    device: Device = "auto",
+):
+    """Tell whether two checkpoints are the same function, up to rounding. Exit code 1 if not."""
+    from .conversion import verify
+
+    report = verify(first, second, text=text, max_tokens=max_tokens, device=device)
+    console.print(Markdown(report.to_markdown()))
+    if not report.equal:
+        raise typer.Exit(1)
+
+
+@app.command("import")
+def import_(source: Source, destination: Destination, revision: Revision = None):
+    """Make an AttnRes checkpoint of one in Kimi K3's naming or of flash-linear-attention."""
+    from .conversion import import_checkpoint
+
+    show(import_checkpoint(source, destination, revision=revision), destination)
+
+
+@app.command()
+def export(
+    source: Source,
+    destination: Destination,
+    naming: Annotated[str, typer.Option("--to", help="kimi or fla.")],
+    force: Annotated[bool, typer.Option("--force", help="Also where epsilons cannot be expressed there.")] = False,
+    revision: Revision = None,
+):
+    """Write an AttnRes checkpoint in Kimi K3's naming or for flash-linear-attention."""
+    from .conversion import export_checkpoint
+
+    show(export_checkpoint(source, destination, naming, force=force, revision=revision), destination)
+
+
+@app.command()
+def card(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an AttnRes checkpoint.")],
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the base, for the metadata.")] = None,
+    repo_id: Annotated[str | None, typer.Option(help="Hub id of the checkpoint, for the examples.")] = None,
+):
+    """Write the model card of a checkpoint anew; entries of its metadata are kept."""
+    from .model_cards import write_model_card
+
+    base_metadata = {"base_model": base_model} if base_model else None
+    console.print(f"Wrote {write_model_card(folder, base_metadata=base_metadata, repo_id=repo_id)}", highlight=False)
+
+
+@app.command()
+def push(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an AttnRes checkpoint.")],
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="user/name on the Hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Create the repository private.")] = False,
+):
+    """Put a checkpoint on the Hub, with the code that loads it where attnres is not installed."""
+    from .hub import push
+
+    commit = push(folder, repo_id, private=private)
+    console.print(f"Pushed to {commit.repo_url}, commit {commit.oid}", highlight=False)
+
+
+def show(report: "ConversionReport", destination: Path):
+    console.print(Markdown(report.to_markdown()))
+    console.print(f"Wrote {destination}", highlight=False)
 
 
 def main():

@@ -308,6 +308,11 @@ class AttnResConfig(PreTrainedConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
+        if config_dict.get("model_type") in BASE_FAMILIES and "attn_res_block_size" in config_dict:
+            raise ValueError(
+                f"`{pretrained_model_name_or_path}` is an AttnRes checkpoint in Kimi's naming, whose block size counts"
+                " layers. `attnres import` makes it one of this kind."
+            )
         return _adopt_base_dict(config_dict), kwargs
 
     @classmethod

@@ -361,6 +361,25 @@ class AttnResPreTrainedModel(PreTrainedModel):
             self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
         return super().save_pretrained(*args, **kwargs)
 
+    def push_to_hub(self, repo_id: str, **kwargs) -> str:
+        """As in transformers. The code goes along, so that the model loads where `attnres` is not installed."""
+        model_class = type(self)
+        if model_class.is_remote_code():
+            return super().push_to_hub(repo_id, **kwargs)
+        try:  # not in code from a Hub repository, which has transformers' card
+            from attnres.model_cards import push_card_if_missing
+
+            push_card_if_missing(self, repo_id, private=kwargs.get("private"), token=kwargs.get("token"))
+        except ImportError:
+            pass
+        auto_classes = {reference.split(".")[-1]: name for name, reference in REMOTE_CODE_AUTO_MAP.items()}
+        model_class._auto_class = auto_classes[model_class.__name__]
+        try:
+            return super().push_to_hub(repo_id, **kwargs)
+        finally:
+            model_class._auto_class = None
+            self.config.__dict__.pop("auto_map", None)
+
     def load_adapter(self, *args, **kwargs):
         self.use_base_conversion_mapping(self.config)
         return super().load_adapter(*args, **kwargs)

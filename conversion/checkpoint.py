@@ -1,0 +1,396 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Checkpoint folders: checked before they are used, and written whole or not at all."""
+
+import contextlib
+import functools
+import json
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from filelock import FileLock, Timeout
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HFValidationError,
+    LocalEntryNotFoundError,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+)
+from huggingface_hub.utils import tqdm
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import AutoConfig, PreTrainedConfig
+
+
+INDEX_NAME = "model.safetensors.index.json"
+REPORT_NAMES = ("conversion_report.json", "conversion_report.md")
+# Weights that are not read: of other formats, and pickles, which can run code when loaded
+OTHER_WEIGHTS = {
+    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5", ".npz", ".tflite", ".mlmodel"),
+    *(".safetensors", ".gguf", ".ggml", ".onnx", ".onnx_data"),
+}
+QUERY_NAMES = ("depth_queries.query", "depth_queries.key_norm")
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with a config, safetensors weights that are whole, and whatever else came with them.
+
+    `name` is what the user called it, `commit` the revision it has on the Hub, `weight_map` the file of every tensor
+    and `companions` the other files, relative to the folder, weights in other formats left out (`left_behind`).
+    """
+
+    name: str
+    folder: Path
+    commit: str | None
+    config_dict: dict
+    weight_map: dict[str, str]
+    companions: tuple[str, ...]
+    left_behind: tuple[str, ...]
+
+    @functools.cached_property
+    def config(self) -> PreTrainedConfig:
+        return AutoConfig.from_pretrained(self.folder)
+
+    @property
+    def title(self) -> str:
+        """What to call it in what others will read: its id on the Hub, or the name of its folder."""
+        return self.name if self.commit is not None else Path(self.name).absolute().name
+
+    @property
+    def shards(self) -> list[str]:
+        return sorted(set(self.weight_map.values()))
+
+    @property
+    def prefix(self) -> str:
+        """Of the names of the trunk's tensors: empty where a checkpoint holds the trunk alone."""
+        return "model." if any(name.startswith("model.") for name in self.weight_map) else ""
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether it is a causal LM's; of other checkpoints the trunk is looked at."""
+        architectures = self.config_dict.get("architectures") or ["ForCausalLM"]
+        return bool(self.prefix) and architectures[0].endswith("ForCausalLM")
+
+    @property
+    def has_tokenizer(self) -> bool:
+        return any(name in self.companions for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
+
+    @property
+    def num_bytes(self) -> int:
+        return sum((self.folder / name).stat().st_size for name in [*self.shards, *self.companions])
+
+    def tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """Some of the tensors, in memory."""
+        found = {}
+        for shard in sorted({self.weight_map[name] for name in names}):
+            with safe_open(self.folder / shard, framework="pt") as file:
+                found.update({name: file.get_tensor(name) for name in names if self.weight_map[name] == shard})
+        return found
+
+
+def read_config_dict(source: str | Path, revision: str | None = None) -> dict:
+    """The config of a checkpoint as it is in its file. Of a Hub repository, nothing else is downloaded.
+
+    Raises:
+        OSError: if there is no such folder or repository, or no config in it.
+        ValueError: if it is not a config.
+    """
+    folder = _local_folder(source, revision)
+    if folder is None:
+        with _hub_errors(source, revision):
+            path = Path(hf_hub_download(str(source), "config.json", revision=revision))
+    else:
+        path = folder / "config.json"
+        if not path.exists():
+            if (folder / "adapter_config.json").exists():
+                raise ValueError(
+                    f"`{source}` is a PEFT adapter, not a model. Merge it into its base first:"
+                    " `AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)`."
+                )
+            hint = " (GGUF files are not read; take the safetensors checkpoint)" if any(folder.glob("*.gguf")) else ""
+            raise OSError(f"`{source}` holds no config.json, so it is not a transformers checkpoint{hint}.")
+    config_dict = _read_json(path)
+    if not isinstance(config_dict.get("model_type"), str):
+        raise ValueError(f"`{path}` names no `model_type`, so it is not a transformers config.")
+    return config_dict
+
+
+def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
+    """A checkpoint from a folder, or from the Hub through its cache, with everything about it checked but the values.
+
+    Raises:
+        OSError: if files are missing or cannot be read.
+        ValueError: if they are not what they should be; the message names the file and the way out.
+    """
+    config_dict = read_config_dict(source, revision)
+    folder, commit = _local_folder(source, revision), None
+    if folder is None:
+        skipped = [f"*{suffix}" for suffix in OTHER_WEIGHTS - {".safetensors"}]
+        with _hub_errors(source, revision):
+            folder = Path(snapshot_download(str(source), revision=revision, ignore_patterns=skipped))
+        commit = folder.name
+    files = sorted(
+        path.relative_to(folder).as_posix()
+        for path in folder.rglob("*")
+        if path.is_file() and not {".git", ".cache"} & set(path.relative_to(folder).parts)
+    )
+    weight_map = _read_weight_map(folder, files, source)
+    used = {"config.json", INDEX_NAME, *weight_map.values()}
+    others = [name for name in files if name not in used]
+    left_behind = [name for name in others if Path(name).suffix in OTHER_WEIGHTS or name.endswith(".index.json")]
+    return Checkpoint(
+        name=str(source),
+        folder=folder,
+        commit=commit,
+        config_dict=config_dict,
+        weight_map=weight_map,
+        companions=tuple(name for name in others if name not in left_behind),
+        left_behind=tuple(left_behind),
+    )
+
+
+def _local_folder(source: str | Path, revision: str | None) -> Path | None:
+    """The folder that is meant; `None` if it is the name of a repository on the Hub."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        if revision is not None:
+            raise ValueError(f"`revision={revision!r}` is for Hub ids; `{source}` is a folder.")
+        return path
+    if path.exists():
+        raise ValueError(f"`{source}` is a file; name the folder of a checkpoint or a Hub id.")
+    name = str(source)
+    if isinstance(source, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
+        raise OSError(f"There is no folder `{source}`.")
+    return None
+
+
+@contextlib.contextmanager
+def _hub_errors(source: str | Path, revision: str | None) -> Iterator[None]:
+    """One line with the way out for what can go wrong with a repository."""
+    try:
+        yield
+    except HFValidationError:
+        message = f"`{source}` is neither a folder nor a Hub id"
+    except GatedRepoError:
+        message = f"`{source}` is gated: accept its terms on the Hub, then `hf auth login`"
+    except RevisionNotFoundError:
+        message = f"`{source}` has no revision `{revision}`"
+    except RepositoryNotFoundError:
+        message = f"There is no folder and no Hub repository `{source}`, or it is private: `hf auth login`"
+    except LocalEntryNotFoundError:
+        message = f"There is no folder `{source}`, and the Hub cannot be reached or HF_HUB_OFFLINE is set"
+    except EntryNotFoundError:
+        message = f"`{source}` holds no config.json, so it is not a transformers checkpoint"
+    else:
+        return
+    raise OSError(f"{message}.") from None
+
+
+def _read_json(path: Path) -> dict:
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except (UnicodeDecodeError, json.JSONDecodeError) as error:
+        raise ValueError(f"`{path}` is not JSON: {error}.") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"`{path}` holds no JSON object.")
+    return content
+
+
+def _read_weight_map(folder: Path, files: list[str], source: str | Path) -> dict[str, str]:
+    """The file of every tensor, as transformers would find them, checked against the files themselves."""
+    if "model.safetensors" in files:  # comes before an index, as in transformers
+        return dict.fromkeys(tensor_names(folder / "model.safetensors"), "model.safetensors")
+    if INDEX_NAME not in files:
+        pickled = [name for name in files if Path(name).suffix in {".bin", ".pt", ".pth", ".ckpt"}]
+        if pickled:
+            raise ValueError(
+                f"`{source}` has its weights in `{pickled[0]}`, a pickle, which can run code when it is read. If you"
+                " trust it, save it as safetensors: `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`."
+            )
+        raise OSError(f"`{source}` holds neither model.safetensors nor {INDEX_NAME}.")
+    weight_map = _read_json(folder / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"`{folder / INDEX_NAME}` has no `weight_map`.")
+    for name in sorted(set(map(str, weight_map.values()))):
+        if name not in files:  # which also keeps names like `../x` out
+            raise OSError(f"`{INDEX_NAME}` of `{source}` names the file `{name}`, which is not there.")
+        listed = {tensor for tensor, file in weight_map.items() if file == name}
+        present = set(tensor_names(folder / name))
+        if listed - present:
+            raise ValueError(
+                f"`{name}` of `{source}` lacks the tensor `{min(listed - present)}`, which the index lists."
+            )
+        if present - listed:
+            raise ValueError(
+                f"`{name}` of `{source}` holds the tensor `{min(present - listed)}`, which the index does not list"
+                " as its own. Write the index anew: `from_pretrained(...).save_pretrained(...)`."
+            )
+    return weight_map
+
+
+def tensor_names(path: Path) -> list[str]:
+    """The tensors of a safetensors file, after a look whether it is whole."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except SafetensorError as error:
+        raise ValueError(f"`{path}` is truncated or not a safetensors file ({error}). Get it anew.") from None
+
+
+def check_destination(destination: str | Path, source: str | Path) -> Path:
+    """The folder to write, after a look that nothing is there and that nothing of the source would be touched.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    path, folder = Path(destination).expanduser().absolute(), Path(source).expanduser()
+    if folder.is_dir() and path.resolve() == folder.resolve():
+        raise ValueError(f"`{destination}` is the source itself; name another folder.")
+    if folder.is_dir() and folder.resolve() in path.resolve().parents:
+        raise ValueError(f"`{destination}` is inside of the source; name a folder outside of it.")
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"`{destination}` is a file; name a folder.")
+    if path.exists() and any(path.iterdir()):
+        raise ValueError(f"`{destination}` is not empty; name a new folder or delete it first.")
+    return path
+
+
+@contextlib.contextmanager
+def whole_folder(path: Path, num_bytes: int) -> Iterator[Path]:
+    """A hidden folder beside `path` to write to. It takes the place of `path` when all went well, or it is removed.
+
+    Where a process was killed it stays, until the next one that writes to the same place.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path.with_name(f".{path.name}.lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise OSError(f"Another process is writing `{path}`.") from None
+    try:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        free = shutil.disk_usage(path.parent).free
+        if num_bytes > free:
+            raise OSError(
+                f"`{path}` needs {num_bytes / 1e9:.1f} GB, on its disk {free / 1e9:.1f} GB are free."
+                " Within one disk `--link` needs next to nothing."
+            )
+        unfinished.mkdir()
+        yield unfinished
+        if path.exists():
+            path.rmdir()  # an empty folder; what has been put there meanwhile makes this fail
+        unfinished.rename(path)
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+def copy_companions(source: Checkpoint, folder: Path, names: dict[str, str | None]):
+    """Copy what came with the weights: tokenizer, templates, generation config, licence and all the rest.
+
+    Args:
+        names: new names of some of the files, `None` for those to leave out.
+    """
+    for name in source.companions:
+        new_name = names.get(name, name)
+        if new_name is not None:
+            target = folder / new_name
+            target.parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(source.folder / name, target)
+
+
+def write_weights(
+    source: Checkpoint,
+    folder: Path,
+    *,
+    add: dict[str, torch.Tensor],
+    rename: Callable[[str], str | None],
+    link: bool,
+):
+    """Write the source's tensors, bit for bit, and one file with those that are added.
+
+    Nothing larger than a buffer is read into memory: files are copied, or linked; where a tensor gets another name or
+    goes (`rename` gives `None`), the file is written from the memory map of the old one.
+    """
+    kept = {name: shard for name, shard in source.weight_map.items() if rename(name) is not None}
+    shards = sorted(set(kept.values()))
+    count = len(shards) + bool(add)
+    names = {shard: f"model-{i:05d}-of-{count:05d}.safetensors" for i, shard in enumerate(shards, start=1)}
+    if count == 1:
+        names = {shards[0]: "model.safetensors"}
+    total = sum((source.folder / shard).stat().st_size for shard in shards)
+    with tqdm(total=total, unit="B", unit_scale=True, desc="Linking" if link else "Copying") as progress:
+        for shard, name in names.items():
+            path = source.folder / shard
+            if any(rename(tensor) != tensor for tensor, file in source.weight_map.items() if file == shard):
+                _rewrite(path, folder / name, rename)
+                progress.update(path.stat().st_size)
+            elif link:
+                _link(path, folder / name)
+                progress.update(path.stat().st_size)
+            else:
+                _copy(path, folder / name, progress)
+    weight_map = {rename(tensor): names[shard] for tensor, shard in kept.items()}
+    if add:
+        last = f"model-{count:05d}-of-{count:05d}.safetensors"
+        _save(add, folder / last, {"format": "pt"})
+        weight_map |= dict.fromkeys(add, last)
+    if count > 1:
+        index = {
+            "metadata": {"total_size": sum(_tensor_bytes(folder / shard) for shard in set(weight_map.values()))},
+            "weight_map": dict(sorted(weight_map.items())),
+        }
+        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _tensor_bytes(path: Path) -> int:
+    """Size of a safetensors file without its header, whose length is in the first eight bytes."""
+    with path.open("rb") as file:
+        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
+
+
+def _copy(source: Path, target: Path, progress: tqdm):
+    buffer = memoryview(bytearray(1 << 24))
+    with source.open("rb", buffering=0) as reader, target.open("wb", buffering=0) as writer:
+        while done := reader.readinto(buffer):
+            writer.write(buffer[:done])
+            progress.update(done)
+
+
+def _link(source: Path, target: Path):
+    source = source.resolve()  # in the Hub's cache files are symbolic links
+    try:
+        os.link(source, target)
+    except OSError as error:
+        raise OSError(f"`{source}` cannot be linked ({error.strerror}); leave `--link` out to copy it.") from None
+
+
+def _rewrite(source: Path, target: Path, rename: Callable[[str], str | None]):
+    with safe_open(source, framework="pt") as file:
+        kept = {name: rename(name) for name in file.keys() if rename(name) is not None}
+        _save({new: file.get_tensor(name) for name, new in kept.items()}, target, file.metadata())
+
+
+def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None):
+    save_file(tensors, path, metadata=metadata)
+    shutil.copymode(path.with_name("config.json"), path)  # safetensors lets nobody else read

@@ -1,0 +1,386 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""PreNorm checkpoint -> AttnRes checkpoint -> PreNorm checkpoint, without changing what they compute."""
+
+import copy
+import json
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+
+import torch
+import transformers
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+
+from .. import __version__
+from ..configuration_attnres import AttnResConfig, check_base_model_type
+from ..model_cards import inherited_metadata, write_model_card
+from .checkpoint import (
+    QUERY_NAMES,
+    REPORT_NAMES,
+    Checkpoint,
+    check_destination,
+    copy_companions,
+    open_checkpoint,
+    read_config_dict,
+    whole_folder,
+    write_weights,
+)
+from .parity import VerificationReport, quiet_loading, read_sample, verify_checkpoints
+
+
+BASE_CARD_NAME = "README.base.md"
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What `convert`, `revert`, `import_checkpoint` or `export_checkpoint` did; it lies in the checkpoint it wrote."""
+
+    operation: str
+    source: str
+    source_commit: str | None
+    destination: str
+    model_type: str
+    base_model_type: str | None
+    num_sublayers: int
+    block_size: int | None
+    tensors_added: dict[str, list[int]]  # their shapes
+    tensors_dropped: list[str]
+    left_behind: list[str]
+    num_bytes: int
+    seconds: float
+    versions: dict[str, str]
+    verification: VerificationReport | None
+    notes: list[str]
+
+    def to_dict(self) -> dict:
+        verification = None if self.verification is None else self.verification.to_dict()
+        return {**asdict(self), "verification": verification}
+
+    def to_markdown(self) -> str:
+        lines = [f"# {self.operation}: `{self.source}` to `{self.destination}`", ""]
+        if self.base_model_type is not None:
+            num_blocks = -(-self.num_sublayers // self.block_size)
+            lines.append(
+                f"- {self.base_model_type}, {self.num_sublayers} sublayers in {num_blocks} blocks of {self.block_size}"
+                + (" (Full AttnRes)" if self.block_size == 1 else "")
+            )
+        if self.source_commit is not None:
+            lines.append(f"- revision of the source: `{self.source_commit}`")
+        if self.tensors_added:
+            lines.append(f"- added: {len(self.tensors_added)} tensors of depth attention")
+        if self.tensors_dropped:
+            lines.append(f"- dropped: {len(self.tensors_dropped)} tensors of depth attention")
+        lines += [f"- left behind: `{name}`" for name in self.left_behind]
+        lines.append(f"- {self.num_bytes / 1e9:.3f} GB in {self.seconds:.1f} s before verification")
+        lines += [f"- {note}" for note in self.notes]
+        lines += ["", "## Verification", ""]
+        lines.append("Not done." if self.verification is None else self.verification.to_markdown())
+        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        return "\n".join([*lines, "", f"{versions}."]) + "\n"
+
+
+def convert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    block_size: int | None = None,
+    num_blocks: int | None = None,
+    full: bool = False,
+    revision: str | None = None,
+    link: bool = False,
+    verify: bool = True,
+    verify_text: str | Path | None = None,
+    device: str = "auto",
+) -> ConversionReport:
+    """Write the AttnRes checkpoint that computes what a PreNorm one does: its tensors and queries of zero.
+
+    An AttnRes checkpoint whose queries are zero gets another block size in the same way. Weight files are copied byte
+    for byte, so memory does not grow with the model; to verify, one model at a time is loaded.
+
+    Args:
+        source: folder or Hub id of a checkpoint of a supported family.
+        destination: folder to write, which must not exist or be empty. It is there when everything is done, or not at
+            all.
+        block_size: sublayers per block.
+        num_blocks: number of blocks, 8 if nothing else is asked for.
+        full: Full AttnRes, the same as `block_size=1`.
+        revision: branch, tag or commit of a Hub id.
+        link: hard links in place of copies of the weight files, on one disk.
+        verify: run both and compare; without, only names, shapes and files are checked.
+        verify_text: file with the text to compare on, in place of the built-in one.
+        device: where to run them, what `from_pretrained` takes as `device_map`.
+
+    Raises:
+        ValueError: for what cannot be converted, and if the result is not equal; nothing is left at `destination`.
+        OSError: if files cannot be found, read or written.
+    """
+    if (block_size is not None) + (num_blocks is not None) + full > 1:
+        given = {"block_size": block_size, "num_blocks": num_blocks, "full": full or None}
+        given = ", ".join(f"`{name}={value}`" for name, value in given.items() if value is not None)
+        raise ValueError(f"{given} contradict: give one of them.")
+    if full:
+        block_size = 1
+    if block_size is None and num_blocks is None:
+        num_blocks = 8
+    path = check_destination(destination, source)
+    model_type = read_config_dict(source, revision)["model_type"]
+    if model_type != AttnResConfig.model_type:
+        check_base_model_type(model_type)
+    checkpoint = open_checkpoint(source, revision)
+    refuse_other_naming(checkpoint)
+
+    if model_type == AttnResConfig.model_type:
+        operation = "Change of blocks"
+        refuse_trained_queries(checkpoint, "its block size cannot change without changing what it computes")
+        refuse_unscaled_eps(checkpoint, "another block size would change what it computes")
+        partition = AttnResConfig.from_base_config(
+            checkpoint.config.to_base_config(), block_size=block_size, num_blocks=num_blocks
+        )
+        config = copy.deepcopy(checkpoint.config)
+        config.attn_res_block_size = partition.attn_res_block_size
+        added = {}
+    else:
+        operation = "Conversion"
+        check_tensors(checkpoint)
+        config = AttnResConfig.from_base_config(
+            checkpoint.config, block_size=block_size, num_blocks=num_blocks, attn_res_scale_norm_eps=True
+        )
+        shape = (config.num_sites, config.hidden_size)
+        query, key_norm = (checkpoint.prefix + name for name in QUERY_NAMES)
+        added = {query: torch.zeros(shape), key_norm: torch.ones(shape)}
+    return write_checkpoint(
+        operation,
+        checkpoint,
+        path,
+        config,
+        add=added,
+        link=link,
+        verify=verify,
+        verify_text=verify_text,
+        device=device,
+    )
+
+
+def revert(
+    source: str | Path,
+    destination: str | Path,
+    *,
+    force: bool = False,
+    revision: str | None = None,
+    link: bool = False,
+    verify: bool = True,
+    verify_text: str | Path | None = None,
+    device: str = "auto",
+) -> ConversionReport:
+    """Write the PreNorm checkpoint that an AttnRes one was made of: its tensors, bit for bit, without the queries.
+
+    That is the same function if every query is zero. Otherwise what they have learned is lost: only with `force`, and
+    the report tells how much that changes. Other arguments and errors as for `convert`.
+    """
+    path = check_destination(destination, source)
+    model_type = read_config_dict(source, revision)["model_type"]
+    if model_type != AttnResConfig.model_type:
+        raise ValueError(f"`{source}` is a `{model_type}` checkpoint, not an AttnRes one; there is nothing to revert.")
+    checkpoint = open_checkpoint(source, revision)
+    if not force:
+        refuse_trained_queries(
+            checkpoint, "without them it computes something else. `--force` writes it and measures the loss"
+        )
+        refuse_unscaled_eps(checkpoint, "its base computes something else, if by little. `--force` writes it")
+    check_tensors(checkpoint)
+    return write_checkpoint(
+        "Reversal",
+        checkpoint,
+        path,
+        checkpoint.config.to_base_config(),
+        rename=lambda name: None if name.endswith(QUERY_NAMES) else name,
+        link=link,
+        verify=verify,
+        verify_text=verify_text,
+        device=device,
+        may_differ=force,
+    )
+
+
+def refuse_trained_queries(checkpoint: Checkpoint, consequence: str):
+    """Raise a `ValueError` that says how large the queries are, unless all are zero."""
+    name = checkpoint.prefix + QUERY_NAMES[0]
+    if name not in checkpoint.weight_map:
+        raise ValueError(f"`{checkpoint.name}` lacks the tensor `{name}`, so it is no whole AttnRes checkpoint.")
+    query = checkpoint.tensors([name])[name].float()
+    norms = query.norm(dim=-1)
+    if norms.count_nonzero():
+        raise ValueError(
+            f"`{checkpoint.name}` has trained queries, {norms.count_nonzero()} of {len(norms)} are not zero, the"
+            f" largest of norm {norms.max():.3g} at site {norms.argmax()}: {consequence}."
+        )
+
+
+def refuse_unscaled_eps(checkpoint: Checkpoint, consequence: str):
+    """Raise a `ValueError` if the checkpoint was not converted but trained from scratch."""
+    if not checkpoint.config.attn_res_scale_norm_eps:
+        raise ValueError(
+            f"`{checkpoint.name}` has `attn_res_scale_norm_eps=False`, as models trained from scratch do:"
+            f" {consequence}."
+        )
+
+
+def refuse_other_naming(checkpoint: Checkpoint):
+    """Raise a `ValueError` for an AttnRes checkpoint of another implementation, which has queries to be kept."""
+    for name in checkpoint.weight_map:
+        if name.endswith("_res_proj.weight"):
+            raise ValueError(
+                f"`{checkpoint.name}` has depth queries of another implementation (`{name}`): use `attnres import`."
+            )
+
+
+def check_tensors(checkpoint: Checkpoint):
+    """Raise a `ValueError` unless every tensor that the architecture needs is there, in its shape; reads none."""
+    auto_class = AutoModelForCausalLM if checkpoint.has_lm_head else AutoModel
+    message = None
+    with quiet_loading():
+        try:
+            _, info = auto_class.from_pretrained(checkpoint.folder, device_map="meta", output_loading_info=True)
+        except RuntimeError as error:
+            message = f"tensors are missing or have the wrong shape ({error})"
+        else:
+            missing = sorted(info["missing_keys"])
+            if missing:
+                message = f"{len(missing)} tensors are missing, among them `{missing[0]}`"
+    if message is not None:
+        raise ValueError(f"`{checkpoint.name}` is not a whole {checkpoint.config.model_type} checkpoint: {message}.")
+
+
+def write_checkpoint(
+    operation: str,
+    source: Checkpoint,
+    path: Path,
+    config: PreTrainedConfig | dict,
+    *,
+    add: dict[str, torch.Tensor] | None = None,
+    rename: Callable[[str], str | None] = lambda name: name,
+    link: bool = False,
+    verify: bool = False,
+    verify_text: str | Path | None = None,
+    device: str = "auto",
+    may_differ: bool = False,
+    notes: Sequence[str] = (),
+) -> ConversionReport:
+    """Write, verify, describe: the part that all conversions share.
+
+    Args:
+        path: folder to write, as `check_destination` gives it.
+        config: of the checkpoint to write; a dict where it is not one of transformers.
+        add: tensors to add, by name.
+        rename: new names of the others, `None` for those to leave out.
+        may_differ: write it also if the verification shows a difference.
+    """
+    start = time.perf_counter()
+    add = add or {}
+    tensor_bytes = sum(tensor.nbytes for tensor in add.values())
+    with whole_folder(path, tensor_bytes if link else source.num_bytes + tensor_bytes) as folder:
+        copy_companions(source, folder, cards_to_keep(source, config))
+        if isinstance(config, dict):
+            (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+        else:
+            config.save_pretrained(folder)
+        write_weights(source, folder, add=add, rename=rename, link=link)
+        if not isinstance(config, dict):
+            notes = [*notes, *keep_tokenizer(source, folder)]
+            written = replace(open_checkpoint(folder), name=str(path))
+            check_tensors(written)
+        seconds = time.perf_counter() - start
+
+        verification = None
+        if verify:
+            verification = verify_checkpoints(source, written, text=verify_text, device=device)
+            if not verification.equal and not may_differ:
+                raise ValueError(
+                    f"`{path}` would not compute what `{source.name}` does, so it is not written. The first"
+                    f" difference is at {verification.first_difference}; please report this.\n"
+                    + verification.to_markdown()
+                )
+        config_dict = config if isinstance(config, dict) else config.to_dict()
+        report = ConversionReport(
+            operation=operation,
+            source=source.title,
+            source_commit=source.commit,
+            destination=path.name,
+            model_type=config_dict["model_type"],
+            base_model_type=config_dict.get("base_model_type"),
+            num_sublayers=2 * config_dict["num_hidden_layers"],
+            block_size=config_dict.get("attn_res_block_size"),
+            tensors_added={name: list(tensor.shape) for name, tensor in add.items()},
+            tensors_dropped=sorted(name for name in source.weight_map if rename(name) is None),
+            left_behind=list(source.left_behind),
+            num_bytes=source.num_bytes,
+            seconds=seconds,
+            versions={
+                "attnres": __version__,
+                "transformers": transformers.__version__,
+                "torch": torch.__version__,
+            },
+            verification=verification,
+            notes=list(notes),
+        )
+        (folder / REPORT_NAMES[0]).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
+        (folder / REPORT_NAMES[1]).write_text(report.to_markdown(), encoding="utf-8")
+        if isinstance(config, AttnResConfig):
+            base_model = source.commit and source.name
+            inherited = inherited_metadata(folder / BASE_CARD_NAME, None if is_attnres(source) else base_model)
+            write_model_card(folder, base_metadata=inherited, repo_id=path.name)
+    return report
+
+
+def is_attnres(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config_dict["model_type"] == AttnResConfig.model_type
+
+
+def cards_to_keep(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[str, str | None]:
+    """Where the source's cards and reports go, `None` for nowhere.
+
+    A base's card steps aside for that of the conversion, and comes back with the base.
+    """
+    names: dict[str, str | None] = dict.fromkeys(("README.md", BASE_CARD_NAME, *REPORT_NAMES))
+    if isinstance(config, AttnResConfig):
+        if not is_attnres(source):
+            return names | {"README.md": BASE_CARD_NAME}
+        return names | {"README.md": "README.md", BASE_CARD_NAME: BASE_CARD_NAME}
+    return names | {BASE_CARD_NAME: "README.md"}
+
+
+def keep_tokenizer(source: Checkpoint, folder: Path) -> list[str]:
+    """See to it that `AutoTokenizer` gives the source's tokenizer, which it may have found by the model type alone.
+
+    Returns:
+        What had to be done, for the report.
+    """
+    if not source.has_tokenizer:
+        return ["no tokenizer came with it"]
+    sample = read_sample()
+    with quiet_loading():
+        tokenizer = AutoTokenizer.from_pretrained(source.folder)
+        expected = tokenizer(sample).input_ids
+        try:
+            written = AutoTokenizer.from_pretrained(folder)
+            if written.__class__ is tokenizer.__class__ and written(sample).input_ids == expected:
+                return []
+        except (ValueError, OSError, KeyError):
+            pass  # no tokenizer is known for the model type
+        tokenizer.save_pretrained(folder)
+        if AutoTokenizer.from_pretrained(folder)(sample).input_ids != expected:
+            raise ValueError(f"The tokenizer of `{source.name}` does not give the same tokens once copied.")
+    return [f"tokenizer saved anew as `{tokenizer.__class__.__name__}`: the files do not name their class"]

@@ -1,0 +1,455 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Are two checkpoints the same function? Both run on the same text, and rounding is told from difference.
+
+Two correct programs for one function differ by rounding, and by how much depends on the network: one that amplifies
+small changes amplifies rounding. So the tolerance is measured, on the checkpoint at hand.
+
+- In fp32, the first model runs once more with every input of a norm moved by one unit in the last place, up or down at
+  random. That is what rounding in another order does, and its effect on the logits is the network's own sensitivity.
+- In the checkpoint's own dtype, the error of each model is taken against the first one in fp32. That of the second may
+  not be larger than that of the first, but for chance.
+"""
+
+import contextlib
+import gc
+import math
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import resources
+from pathlib import Path
+
+import torch
+from huggingface_hub.utils import tqdm
+from torch import nn
+from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.utils import logging
+
+from .checkpoint import Checkpoint, open_checkpoint
+
+
+WINDOW = 64
+# Times the sensitivity measured with one unit in the last place at every norm. A read over depth rounds about as often
+# as a residual stream; over all families and block sizes the figure is 0.4 to 1.3. What is to be found is far larger:
+# epsilons left alone come to 100 times the rounding and more in most families (table in the README).
+FP32_TOLERANCE = 4
+# Times the first model's own error. Two errors of one size: 0.7 to 1.1 in dense families, up to 1.9 with experts
+OWN_DTYPE_TOLERANCE = 3
+# In a router near-ties fall either way, and a window in which one did differs by far more than rounding
+MOE_WINDOWS_APART = 0.25
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far the second model is from the first, in one dtype.
+
+    Differences of logits are absolute; the relative error is the norm of the difference over that of the logits, and
+    KL divergence and perplexity are of the next token, in nats. Checkpoints without a language-modelling head are
+    compared by their last hidden state, and have neither of the two nor a top-1 agreement.
+    """
+
+    dtype: str
+    max_difference: float
+    relative_error: float
+    kl_divergence: float | None
+    top1_agreement: float | None
+    perplexities: tuple[float, float] | None
+    rounding: float  # what rounding alone does to the figure that decides, see `criterion`
+    measured: float
+    tolerance: float
+    criterion: str
+
+    @property
+    def equal(self) -> bool:
+        return self.measured <= self.tolerance
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """Result of `verify`: `equal` if in every dtype the second checkpoint is within rounding of the first."""
+
+    first: str
+    second: str
+    text: str
+    num_tokens: int
+    parities: list[Parity] = field(default_factory=list)
+    first_difference: str | None = None
+
+    @property
+    def equal(self) -> bool:
+        return all(parity.equal for parity in self.parities)
+
+    def to_dict(self) -> dict:
+        parities = [{**asdict(parity), "equal": parity.equal} for parity in self.parities]
+        return {**asdict(self), "parities": parities, "equal": self.equal}
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "VerificationReport":
+        """The inverse of `to_dict`."""
+        parities = [Parity(**{k: v for k, v in parity.items() if k != "equal"}) for parity in values["parities"]]
+        return cls(**{k: v for k, v in {**values, "parities": parities}.items() if k != "equal"})
+
+    def to_markdown(self) -> str:
+        rows = {
+            "largest difference": lambda p: f"{p.max_difference:.1e}",
+            "relative error": lambda p: f"{p.relative_error:.1e}",
+        }
+        if self.parities[0].perplexities is not None:
+            rows |= {
+                "KL divergence, nats": lambda p: f"{p.kl_divergence:.1e}",
+                "same most likely token": lambda p: f"{p.top1_agreement:.2%}",
+                "perplexity of the first": lambda p: f"{p.perplexities[0]:.4f}",
+                "perplexity of the second": lambda p: f"{p.perplexities[1]:.4f}",
+            }
+        rows |= {
+            "**deciding figure**": lambda p: f"**{p.measured:.1e}**",
+            "what rounding does to it": lambda p: f"{p.rounding:.1e}",
+            "has to be at most": lambda p: f"{p.tolerance:.1e}",
+        }
+        criteria = ", ".join(f"in {parity.dtype} {parity.criterion}" for parity in self.parities)
+        lines = [
+            f"`{self.first}` and `{self.second}` on {self.num_tokens} tokens of {self.text}: "
+            + (
+                "the same function, up to rounding."
+                if self.equal
+                else f"they differ, first at {self.first_difference}."
+            ),
+            "",
+            "| | " + " | ".join(parity.dtype for parity in self.parities) + " |",
+            "|---|" + "---|" * len(self.parities),
+        ]
+        lines += [f"| {name} | " + " | ".join(map(cell, self.parities)) + " |" for name, cell in rows.items()]
+        lines += ["", f"What decides: {criteria}."]
+        return "\n".join(lines)
+
+
+def verify(
+    first: str | Path,
+    second: str | Path,
+    *,
+    text: str | Path | None = None,
+    max_tokens: int = 512,
+    revision: str | None = None,
+    device: str = "auto",
+) -> VerificationReport:
+    """Run two checkpoints on the same text and tell whether they are the same function, up to rounding.
+
+    One model is in memory at a time, in fp32 and then in the dtype of the first checkpoint.
+
+    Args:
+        first, second: folders or Hub ids.
+        text: a file with UTF-8 text; by default a sample of prose, code and several languages that is built in.
+        max_tokens: how much of the text to use.
+        revision: of `first` if it is a Hub id.
+        device: what `from_pretrained` takes as `device_map`.
+
+    Raises:
+        ValueError: if the text is empty or too short, or the checkpoints cannot be compared at all.
+        OSError: if one cannot be read.
+    """
+    first, second = open_checkpoint(first, revision), open_checkpoint(second)
+    return verify_checkpoints(first, second, text=text, max_tokens=max_tokens, device=device)
+
+
+def verify_checkpoints(
+    first: Checkpoint,
+    second: Checkpoint,
+    *,
+    text: str | Path | None = None,
+    max_tokens: int = 512,
+    device: str = "auto",
+) -> VerificationReport:
+    """`verify`, for checkpoints that are open already."""
+    config, other = first.config, second.config
+    if config.vocab_size != other.vocab_size:
+        raise ValueError(
+            f"The checkpoints cannot be compared: vocabularies of {config.vocab_size} and {other.vocab_size} tokens."
+        )
+    windows, text_name = read_windows(first, text, max_tokens)
+    own_dtype = config.dtype or torch.float32
+    quantized = getattr(config, "quantization_config", None) is not None
+    # The weights of a quantised checkpoint are made for one dtype, in which both are compared as in fp32 otherwise
+    reference_dtype = own_dtype if quantized else torch.float32
+    passes = 3 if own_dtype == reference_dtype else 5
+    is_moe = getattr(config, "num_experts_per_tok", None) is not None
+
+    # the bar first: among what is quiet are all bars made from then on
+    with tqdm(total=passes * len(windows), unit="window", desc="Verifying") as progress, quiet_loading():
+        with loaded(first, reference_dtype, device) as model:
+            expected = run(model, windows, progress)
+            with norm_inputs_moved_by_one_ulp(model):
+                sensitivity = run(model, windows, progress)
+        moved = largest_differences(sensitivity, expected)
+        del sensitivity
+        with loaded(second, reference_dtype, device) as model:
+            actual = run(model, windows, progress)
+        differences = largest_differences(actual, expected)
+        # the windows that have to agree, from the one that agrees best
+        count = max(1, math.ceil(len(windows) * (1 - MOE_WINDOWS_APART))) if is_moe else len(windows)
+        rounding = moved.median().item()
+        parity = compare(
+            actual,
+            expected,
+            windows,
+            has_logits=first.has_lm_head,
+            dtype=reference_dtype,
+            rounding=rounding,
+            measured=differences.sort().values[count - 1].item(),
+            tolerance=FP32_TOLERANCE * rounding,
+            criterion="the largest difference" + (f" in {count} of {len(windows)} windows" if is_moe else ""),
+        )
+        parities = [parity]
+        first_difference = None
+        if not parity.equal:
+            worst = windows[differences.argmax()][None]
+            first_difference = find_first_difference(first, second, worst, reference_dtype, device)
+        if own_dtype != reference_dtype:
+            del actual
+            with loaded(first, own_dtype, device) as model:
+                own_expected = run(model, windows, progress)
+            with loaded(second, own_dtype, device) as model:
+                own_actual = run(model, windows, progress)
+            rounding = median_relative_error(own_expected, expected)
+            parities.append(
+                compare(
+                    own_actual,
+                    own_expected,
+                    windows,
+                    has_logits=first.has_lm_head,
+                    dtype=own_dtype,
+                    rounding=rounding,
+                    measured=median_relative_error(own_actual, expected),
+                    tolerance=OWN_DTYPE_TOLERANCE * rounding,
+                    criterion="the relative error to the first in float32, in the median window",
+                )
+            )
+            if parity.equal and not parities[1].equal:
+                first_difference = f"no layer in fp32, only in {parities[1].dtype}"
+    return VerificationReport(
+        first=first.title,
+        second=second.title,
+        text=text_name,
+        num_tokens=windows.numel(),
+        parities=parities,
+        first_difference=first_difference,
+    )
+
+
+def read_sample() -> str:
+    """The built-in text."""
+    return resources.files(__package__).joinpath("sample.txt").read_text(encoding="utf-8")
+
+
+def read_windows(checkpoint: Checkpoint, text: str | Path | None, max_tokens: int) -> tuple[torch.Tensor, str]:
+    """Token ids of the text, `[windows, length]`, and what to call the text."""
+    if text is None:
+        content, name = read_sample(), "the built-in text"
+    else:
+        try:
+            content, name = Path(text).read_text(encoding="utf-8"), f"`{Path(text).name}`"
+        except UnicodeDecodeError as error:
+            raise ValueError(f"`{text}` is not UTF-8 text: {error}.") from None
+    if max_tokens < 2:
+        raise ValueError(f"`max_tokens={max_tokens}` must be at least 2.")
+    bos = []
+    if checkpoint.has_tokenizer:
+        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
+        ids = tokenizer(content, add_special_tokens=False).input_ids
+        with_special = tokenizer("a").input_ids
+        if with_special and with_special[0] == tokenizer.bos_token_id:
+            bos = [tokenizer.bos_token_id]
+    else:
+        ids = [byte % checkpoint.config.vocab_size for byte in content.encode()]
+        name += ", its bytes as token ids for want of a tokenizer"
+    ids = ids[:max_tokens]
+    if len(ids) < 2:
+        raise ValueError(f"The text to verify on has {len(ids)} tokens; give one with at least 2.")
+    if max(ids) >= checkpoint.config.vocab_size:
+        raise ValueError(
+            f"The tokenizer of `{checkpoint.name}` gives token {max(ids)}, its model has"
+            f" {checkpoint.config.vocab_size}."
+        )
+    length = min(WINDOW, len(ids), getattr(checkpoint.config, "max_position_embeddings", None) or WINDOW)
+    rows = [bos + ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
+    return torch.tensor(rows), name
+
+
+@contextlib.contextmanager
+def quiet_loading() -> Iterator[None]:
+    """Without transformers' bars and reports: what they say is asked for and checked."""
+    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity(logging.CRITICAL)
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(verbosity)
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def loaded(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Iterator[PreTrainedModel]:
+    """The checkpoint's model in memory, as `from_pretrained` gives it, and out of it again."""
+    auto_class = AutoModelForCausalLM if checkpoint.has_lm_head else AutoModel
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as offload_folder:
+        try:
+            model, info = auto_class.from_pretrained(
+                checkpoint.folder,
+                dtype=dtype,
+                device_map=device,
+                offload_folder=offload_folder,
+                output_loading_info=True,
+            )
+        except RuntimeError as error:
+            raise ValueError(f"`{checkpoint.name}` does not load: {error}") from error
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise ValueError(
+                f"`{checkpoint.name}` lacks {len(missing)} tensors of a {type(model).__name__}, among them"
+                f" `{missing[0]}`."
+            )
+        yield model.eval()
+        del model
+        gc.collect()
+
+
+@torch.inference_mode()
+def run(model: PreTrainedModel, windows: torch.Tensor, progress: tqdm) -> list[torch.Tensor]:
+    """Logits, or last hidden states, of every window, `[seq, vocab or hidden]` each, on the CPU."""
+    outputs = []
+    for ids in windows:
+        output = model(input_ids=ids[None].to(model.device), use_cache=False)
+        outputs.append((output.logits if "logits" in output else output.last_hidden_state)[0].cpu())
+        progress.update()
+    return outputs
+
+
+def norms_over_depth(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The norms behind the residual stream or behind the reads over depth, in the order of depth."""
+    trunk = model.get_decoder() if hasattr(model, "lm_head") else model
+    norms = {}
+    for i, layer in enumerate(trunk.layers):
+        norms[f"the input of the attention of layer {i}"] = layer.input_layernorm
+        norms[f"the input of the MLP of layer {i}"] = layer.post_attention_layernorm
+    return {**norms, "the final norm": trunk.norm}
+
+
+@contextlib.contextmanager
+def hooks(handles: list) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def norm_inputs_moved_by_one_ulp(model: PreTrainedModel) -> contextlib.AbstractContextManager:
+    """While it is on, every value that a norm reads is replaced by a neighbour in its dtype, above or below."""
+    generator = torch.Generator().manual_seed(0)
+
+    def move(norm, inputs):
+        up = torch.randint(0, 2, inputs[0].shape, generator=generator).to(inputs[0].device)
+        return torch.nextafter(inputs[0], torch.where(up.bool(), torch.inf, -torch.inf).to(inputs[0].dtype))
+
+    return hooks([norm.register_forward_pre_hook(move) for norm in norms_over_depth(model).values()])
+
+
+@contextlib.contextmanager
+def norm_outputs(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
+    """While it is on, what the norms give is collected, by the place of the norm."""
+    outputs = {}
+
+    def keep(place: str) -> Callable:
+        return lambda norm, inputs, output: outputs.__setitem__(place, output.detach().float().cpu())
+
+    with hooks([norm.register_forward_hook(keep(place)) for place, norm in norms_over_depth(model).items()]):
+        yield outputs
+
+
+@torch.inference_mode()
+def find_first_difference(
+    first: Checkpoint, second: Checkpoint, ids: torch.Tensor, dtype: torch.dtype, device: str
+) -> str:
+    """The first place where what a sublayer is given is not the same in both models."""
+
+    def outputs_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
+        with norm_outputs(model) as outputs:
+            model(input_ids=ids.to(model.device), use_cache=False)
+        return outputs
+
+    with loaded(first, dtype, device) as model:
+        expected = outputs_of(model)
+        with norm_inputs_moved_by_one_ulp(model):
+            moved = outputs_of(model)
+    with loaded(second, dtype, device) as model:
+        actual = outputs_of(model)
+    for place in expected:
+        if place not in actual:
+            return f"{place}, which only the first one has"
+        if actual[place].shape != expected[place].shape:
+            return f"{place}, by its shape"
+        tolerance = FP32_TOLERANCE * relative_error([moved[place]], [expected[place]])
+        if relative_error([actual[place]], [expected[place]]) > tolerance:
+            return place
+    return "the language-modelling head"
+
+
+def largest_differences(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:
+    """Per window, `[windows]`."""
+    return torch.stack([(a.float() - b.float()).abs().max() for a, b in zip(actual, expected)])
+
+
+def relative_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    error = sum((a.float() - b.float()).square().sum(dtype=torch.float64) for a, b in zip(actual, expected))
+    size = sum(b.float().square().sum(dtype=torch.float64) for b in expected)
+    return math.sqrt(error / size) if error else 0.0
+
+
+def median_relative_error(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> float:
+    return torch.tensor([relative_error([a], [b]) for a, b in zip(actual, expected)]).median().item()
+
+
+def compare(
+    actual: list[torch.Tensor],
+    expected: list[torch.Tensor],
+    windows: torch.Tensor,
+    *,
+    has_logits: bool,
+    dtype: torch.dtype,
+    **decision,
+) -> Parity:
+    """The figures of `Parity` for the outputs of two models."""
+    kl, agreement, perplexities = None, None, None
+    if has_logits:
+        divergences, same, losses = [], [], ([], [])
+        for ids, a, b in zip(windows, actual, expected):
+            log_a, log_b = (logits.double().log_softmax(-1) for logits in (a, b))
+            divergences.append((log_b.exp() * (log_b - log_a)).sum(-1))
+            same.append(a.argmax(-1) == b.argmax(-1))
+            for loss, log_probs in zip(losses, (log_b, log_a)):
+                loss.append(-log_probs[:-1].gather(-1, ids[1:, None]))
+        kl = torch.cat(divergences).mean().item()
+        agreement = torch.cat(same).double().mean().item()
+        perplexities = tuple(torch.cat(loss).mean().exp().item() for loss in losses)
+    return Parity(
+        dtype=str(dtype).removeprefix("torch."),
+        max_difference=largest_differences(actual, expected).max().item(),
+        relative_error=relative_error(actual, expected),
+        kl_divergence=kl,
+        top1_agreement=agreement,
+        perplexities=perplexities,
+        **decision,
+    )

@@ -1,0 +1,189 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Model cards of AttnRes checkpoints, from what lies in their folders.
+
+`card.md.jinja` is the template. The cards of published checkpoints lie beside it.
+"""
+
+import hashlib
+import json
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.repocard import metadata_load
+
+from .. import __version__
+from ..configuration_attnres import AttnResConfig
+
+
+if TYPE_CHECKING:
+    from ..modeling_attnres import AttnResPreTrainedModel
+
+
+PIPELINE_TAGS = {
+    "AttnResForCausalLM": "text-generation",
+    "AttnResForSequenceClassification": "text-classification",
+    "AttnResForTokenClassification": "token-classification",
+    "AttnResForQuestionAnswering": "question-answering",
+    "AttnResModel": "feature-extraction",
+}
+# Of the base's metadata, what holds for a conversion of it
+INHERITED = ("license", "license_name", "license_link", "language")
+# What a checkpoint that carries its code consists of, see `modeling_attnres.REMOTE_CODE_AUTO_MAP`
+CODE_FILES = ("configuration_attnres.py", "depth_attention.py", "modeling_attnres.py")
+
+
+def code_files() -> dict[str, bytes]:
+    """The model code that goes with a checkpoint onto the Hub, by file name."""
+    package = resources.files(__package__.rpartition(".")[0])
+    return {name: package.joinpath(name).read_bytes() for name in CODE_FILES}
+
+
+def code_metadata() -> dict[str, str]:
+    """Which code it is: the version of the package, and a hash over the files."""
+    digest = hashlib.sha256(b"".join(code_files().values())).hexdigest()
+    return {"attnres_version": __version__, "attnres_code_sha256": digest}
+
+
+def render_model_card(
+    config: AttnResConfig,
+    query: torch.Tensor,
+    *,
+    title: str,
+    repo_id: str,
+    metadata: dict[str, Any] | None = None,
+    report: dict[str, Any] | None = None,
+    parity: str | None = None,
+    evaluation: str | None = None,
+    figures: list[Path] | None = None,
+) -> ModelCard:
+    """The card of an AttnRes model.
+
+    Args:
+        query: the queries, `[sites, hidden]`.
+        repo_id: what to load the model by in the examples.
+        metadata: entries of the card's metadata, such as `base_model` and `license`.
+        report, parity: what `conversion_report.json` holds, and its verification as Markdown.
+        evaluation: a table, as Markdown.
+        figures: paths of pictures relative to the card.
+    """
+    metadata = {
+        **code_metadata(),
+        "library_name": "transformers",
+        "pipeline_tag": PIPELINE_TAGS[(config.architectures or ["AttnResForCausalLM"])[0]],
+        **(metadata or {}),
+    }
+    metadata["tags"] = list(dict.fromkeys([*(metadata.get("tags") or []), "attnres", "attention-residuals"]))
+    num_sublayers, size = 2 * config.num_hidden_layers, config.attn_res_block_size
+    kinds = "AM" * config.num_hidden_layers
+    norms = query.float().norm(dim=-1)
+    base_model = metadata.get("base_model")
+    return ModelCard.from_template(
+        ModelCardData(**metadata),
+        template_str=resources.files(__package__).joinpath("card.md.jinja").read_text(encoding="utf-8"),
+        title=title,
+        repo_id=repo_id,
+        config=config,
+        base_model=base_model[0] if isinstance(base_model, list) else base_model,
+        query_norm=norms.max().item(),
+        num_trained=norms.count_nonzero().item(),
+        blocks=[" " * start + kinds[start : start + size] for start in range(0, num_sublayers, size)],
+        short=num_sublayers % size,
+        report=report,
+        parity=parity,
+        evaluation=evaluation,
+        figures=figures,
+    )
+
+
+def write_model_card(
+    folder: str | Path, *, base_metadata: dict[str, Any] | None = None, repo_id: str | None = None
+) -> Path:
+    """Write `README.md` of the AttnRes checkpoint in a folder; arguments and errors as for `model_card`."""
+    card = model_card(folder, base_metadata=base_metadata, repo_id=repo_id)
+    path = Path(folder) / "README.md"
+    card.save(path)
+    return path
+
+
+def model_card(
+    folder: str | Path, *, base_metadata: dict[str, Any] | None = None, repo_id: str | None = None
+) -> ModelCard:
+    """The card of the AttnRes checkpoint in a folder, from its config, queries, reports and figures.
+
+    Entries of the metadata of a card that is there already are kept, its text is not. A table at
+    `evaluation/table.md` and pictures in `figures/` are shown.
+
+    Args:
+        base_metadata: entries to add, such as `base_model` and `license`.
+        repo_id: what to load the model by in the examples; by default the name of the folder.
+
+    Raises:
+        ValueError, OSError: if the folder holds no whole AttnRes checkpoint.
+    """
+    from ..conversion.checkpoint import open_checkpoint
+    from ..conversion.parity import VerificationReport
+
+    checkpoint = open_checkpoint(folder)
+    if not isinstance(checkpoint.config, AttnResConfig):
+        raise ValueError(f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one.")
+    folder, name = checkpoint.folder, checkpoint.prefix + "depth_queries.query"
+    card_path, report_path, table = (
+        folder / "README.md",
+        folder / "conversion_report.json",
+        folder / "evaluation/table.md",
+    )
+    metadata = (metadata_load(card_path) or {}) if card_path.exists() else {}
+    metadata = {**metadata, **(base_metadata or {}), **code_metadata()}
+    report = json.loads(report_path.read_text(encoding="utf-8")) if report_path.exists() else None
+    verification = None if report is None else report["verification"]
+    title = (repo_id or folder.absolute().name).split("/")[-1]
+    return render_model_card(
+        checkpoint.config,
+        checkpoint.tensors([name])[name],
+        title=title,
+        repo_id=repo_id or title,
+        metadata=metadata,
+        report=report,
+        parity=None if verification is None else VerificationReport.from_dict(verification).to_markdown(),
+        evaluation=table.read_text(encoding="utf-8") if table.exists() else None,
+        figures=sorted(path.relative_to(folder) for path in folder.glob("figures/*.png")),
+    )
+
+
+def inherited_metadata(base_card: Path, base_model: str | None) -> dict[str, Any]:
+    """What a conversion's card takes over: the base's licence and languages, and the base itself if it has an id."""
+    metadata = (metadata_load(base_card) or {}) if base_card.exists() else {}
+    inherited = {name: metadata[name] for name in INHERITED if name in metadata}
+    return {**inherited, "base_model": base_model} if base_model else inherited
+
+
+def push_card_if_missing(
+    model: "AttnResPreTrainedModel", repo_id: str, private: bool | None, token: str | bool | None
+):
+    """Give a repository the card of the model that is about to be pushed there, unless it has one."""
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if not api.file_exists(repo_id, "README.md"):
+        query = getattr(model, "model", model).depth_queries.query
+        card = render_model_card(model.config, query.detach().cpu(), title=repo_id.split("/")[-1], repo_id=repo_id)
+        api.upload_file(
+            path_or_fileobj=str(card).encode(),
+            path_in_repo="README.md",
+            repo_id=repo_id,
+            commit_message="Add the model card",
+        )
