@@ -16,6 +16,7 @@
 import contextlib
 import functools
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -32,6 +33,7 @@ from huggingface_hub.errors import (
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
+    StrictDataclassError,
 )
 from huggingface_hub.utils import tqdm
 from safetensors import SafetensorError, safe_open
@@ -67,7 +69,10 @@ class Checkpoint:
 
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
-        return AutoConfig.from_pretrained(self.folder)
+        try:
+            return AutoConfig.from_pretrained(self.folder)
+        except (StrictDataclassError, TypeError) as error:
+            raise ValueError(f"config.json of `{self.name}` is not valid: {error}") from None
 
     @property
     def title(self) -> str:
@@ -344,37 +349,33 @@ def write_weights(
             path = source.folder / shard
             if any(rename(tensor) != tensor for tensor, file in source.weight_map.items() if file == shard):
                 _rewrite(path, folder / name, rename)
-                progress.update(path.stat().st_size)
             elif link:
                 _link(path, folder / name)
-                progress.update(path.stat().st_size)
             else:
-                _copy(path, folder / name, progress)
+                shutil.copyfile(path, folder / name)
+            progress.update(path.stat().st_size)
     weight_map = {rename(tensor): names[shard] for tensor, shard in kept.items()}
     if add:
         last = f"model-{count:05d}-of-{count:05d}.safetensors"
         _save(add, folder / last, {"format": "pt"})
         weight_map |= dict.fromkeys(add, last)
     if count > 1:
+        sizes = [_sizes(folder / shard) for shard in set(weight_map.values())]
+        num_parameters, num_bytes = (sum(column) for column in zip(*sizes))
         index = {
-            "metadata": {"total_size": sum(_tensor_bytes(folder / shard) for shard in set(weight_map.values()))},
+            "metadata": {"total_parameters": num_parameters, "total_size": num_bytes},
             "weight_map": dict(sorted(weight_map.items())),
         }
         (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _tensor_bytes(path: Path) -> int:
-    """Size of a safetensors file without its header, whose length is in the first eight bytes."""
+def _sizes(path: Path) -> tuple[int, int]:
+    """Number of parameters and of bytes in a safetensors file: its length in 8 bytes, a JSON header, the tensors."""
     with path.open("rb") as file:
-        return path.stat().st_size - 8 - int.from_bytes(file.read(8), "little")
-
-
-def _copy(source: Path, target: Path, progress: tqdm):
-    buffer = memoryview(bytearray(1 << 24))
-    with source.open("rb", buffering=0) as reader, target.open("wb", buffering=0) as writer:
-        while done := reader.readinto(buffer):
-            writer.write(buffer[:done])
-            progress.update(done)
+        length = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(length))
+    shapes = [entry["shape"] for name, entry in header.items() if name != "__metadata__"]
+    return sum(map(math.prod, shapes)), path.stat().st_size - 8 - length
 
 
 def _link(source: Path, target: Path):

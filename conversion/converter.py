@@ -154,10 +154,10 @@ def convert(
         added = {}
     else:
         operation = "Conversion"
-        check_tensors(checkpoint)
         config = AttnResConfig.from_base_config(
             checkpoint.config, block_size=block_size, num_blocks=num_blocks, attn_res_scale_norm_eps=True
         )
+        check_tensors(checkpoint)
         shape = (config.num_sites, config.hidden_size)
         query, key_norm = (checkpoint.prefix + name for name in QUERY_NAMES)
         added = {query: torch.zeros(shape), key_norm: torch.ones(shape)}

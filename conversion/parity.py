@@ -65,7 +65,7 @@ class Parity:
     relative_error: float
     kl_divergence: float | None
     top1_agreement: float | None
-    perplexities: tuple[float, float] | None
+    perplexities: list[float] | None  # of the first and the second
     rounding: float  # what rounding alone does to the figure that decides, see `criterion`
     measured: float
     tolerance: float
@@ -443,7 +443,7 @@ def compare(
                 loss.append(-log_probs[:-1].gather(-1, ids[1:, None]))
         kl = torch.cat(divergences).mean().item()
         agreement = torch.cat(same).double().mean().item()
-        perplexities = tuple(torch.cat(loss).mean().exp().item() for loss in losses)
+        perplexities = [torch.cat(loss).mean().exp().item() for loss in losses]
     return Parity(
         dtype=str(dtype).removeprefix("torch."),
         max_difference=largest_differences(actual, expected).max().item(),

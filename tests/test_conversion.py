@@ -1,0 +1,563 @@
+"""Conversion, reversal, verification and change of blocks: files in, files out, as a user runs them."""
+
+import filecmp
+import hashlib
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import time
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from tiny_models import FAMILIES, randomize_queries, tiny_base_model
+from tiny_models import convert as convert_in_memory
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from typer.testing import CliRunner
+
+from attnres import AttnResForCausalLM
+from attnres.cli import main
+from attnres.conversion import convert, open_checkpoint, revert, verify
+from attnres.conversion import parity as parity_module
+from attnres.demo import train_tokenizer
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([parity_module.read_sample()] * 3, vocab_size=400)
+
+
+@pytest.fixture
+def base(tmp_path, tokenizer):
+    """A base checkpoint as it comes from the Hub: sharded, in bf16, with all that lies beside weights."""
+    folder = tmp_path / "base"
+    model = tiny_base_model("qwen3", vocab_size=len(tokenizer)).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size="40KB")
+    tokenizer.save_pretrained(folder)
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
+    (folder / "README.md").write_text("---\nlicense: apache-2.0\nlanguage: [en, fr]\n---\n# Base\n")
+    (folder / "LICENSE").write_text("A licence.\n")
+    (folder / "assets").mkdir()
+    (folder / "assets" / "picture.svg").write_text("<svg/>")
+    (folder / "pytorch_model.bin").write_bytes(b"a pickle")
+    return folder
+
+
+def contents(folder):
+    return {
+        path.relative_to(folder).as_posix(): hashlib.sha256(path.read_bytes()).hexdigest()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def tensors(folder):
+    return {name: tensor for path in folder.glob("*.safetensors") for name, tensor in load_file(path).items()}
+
+
+def assert_same_tensors(actual, expected):
+    assert actual.keys() == expected.keys()
+    for name in expected:
+        assert actual[name].dtype == expected[name].dtype and torch.equal(actual[name], expected[name]), name
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_family(family, tmp_path):
+    """Convert with its verification, and revert to the same bytes."""
+    tiny_base_model(family).save_pretrained(tmp_path / "base")
+    before = contents(tmp_path / "base")
+    report = convert(tmp_path / "base", tmp_path / "attnres", block_size=3)
+    parity = report.verification.parities[0]
+    assert parity.dtype == "float32" and parity.equal and parity.measured < 1e-4
+    model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "attnres", output_loading_info=True)
+    assert type(model) is AttnResForCausalLM and model.config.base_model_type == family
+    assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
+    revert(tmp_path / "attnres", tmp_path / "again", verify=False)
+    assert filecmp.cmp(tmp_path / "base/model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
+    assert AutoConfig.from_pretrained(tmp_path / "again") == AutoConfig.from_pretrained(tmp_path / "base")
+    assert contents(tmp_path / "base") == before
+
+
+def test_everything_comes_along(base, tmp_path):
+    before = contents(base)
+    report = convert(base, tmp_path / "attnres", num_blocks=3)
+    assert report.block_size == 3 and report.left_behind == ["pytorch_model.bin"]
+    assert {parity.dtype for parity in report.verification.parities} == {"float32", "bfloat16"}
+    after = contents(tmp_path / "attnres")
+    for name in ("LICENSE", "assets/picture.svg", "chat_template.jinja", "generation_config.json", "tokenizer.json"):
+        assert after[name] == before[name]
+    assert after["README.base.md"] == before["README.md"] and "pytorch_model.bin" not in after
+    # the shards byte for byte under their new numbers, and one more
+    shards = [name for name in before if name.endswith(".safetensors")]
+    assert len(shards) > 2
+    for i, name in enumerate(shards, start=1):
+        assert after[f"model-{i:05d}-of-{len(shards) + 1:05d}.safetensors"] == before[name]
+    added = load_file(tmp_path / f"attnres/model-{len(shards) + 1:05d}-of-{len(shards) + 1:05d}.safetensors")
+    assert not added["model.depth_queries.query"].any() and (added["model.depth_queries.key_norm"] == 1).all()
+    assert added["model.depth_queries.query"].dtype == torch.float32
+    index = json.loads((tmp_path / "attnres/model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(t.nbytes for t in tensors(tmp_path / "attnres").values())
+    assert json.loads((tmp_path / "attnres/conversion_report.json").read_text()) == report.to_dict()
+    assert report.to_markdown() == (tmp_path / "attnres/conversion_report.md").read_text()
+    assert AutoTokenizer.from_pretrained(tmp_path / "attnres")("def f():").input_ids
+    assert str(tmp_path) not in "".join(
+        (tmp_path / "attnres" / name).read_text() for name in after if name.endswith((".json", ".md"))
+    )
+
+    revert(tmp_path / "attnres", tmp_path / "again")
+    again = contents(tmp_path / "again")
+    assert again.pop("conversion_report.json") and again.pop("conversion_report.md")
+    del before["pytorch_model.bin"]
+    assert again == before  # the config and the index as well
+
+
+def test_save_pretrained_can_be_reverted(base, tmp_path):
+    """Queries inside of a shard with other tensors."""
+    convert(base, tmp_path / "attnres", verify=False)
+    AutoModelForCausalLM.from_pretrained(tmp_path / "attnres").save_pretrained(tmp_path / "saved")
+    assert (tmp_path / "saved/model.safetensors").exists()
+    report = revert(tmp_path / "saved", tmp_path / "again")
+    assert len(report.tensors_dropped) == 2 and report.verification.equal
+    assert_same_tensors(tensors(tmp_path / "again"), tensors(base))
+
+
+def test_links(base, tmp_path):
+    before = contents(base)
+    convert(base, tmp_path / "attnres", link=True, verify=False)
+    assert (tmp_path / "attnres/model-00001-of-00004.safetensors").samefile(base / "model-00001-of-00003.safetensors")
+    # what is written into the linked checkpoint later does not go through the link
+    model = randomize_queries(AutoModelForCausalLM.from_pretrained(tmp_path / "attnres"))
+    model.model.layers[0].mlp.up_proj.weight.data.zero_()
+    model.save_pretrained(tmp_path / "attnres", max_shard_size="40KB")
+    assert contents(base) == before
+
+
+@pytest.mark.parametrize(
+    "kwargs, size", [({}, 1), ({"num_blocks": 2}, 4), ({"block_size": 5}, 5), ({"full": True}, 1)]
+)
+def test_python_and_command_line_say_the_same(kwargs, size, base, tmp_path, monkeypatch, capsys):
+    report = convert(base, tmp_path / "python", verify=False, **kwargs)
+    options = [
+        item
+        for name, value in kwargs.items()
+        for item in ([f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)]))
+    ]
+    run(monkeypatch, "convert", base, tmp_path / "cli", "--no-verify", *options)
+    assert report.block_size == size
+    python, cli = contents(tmp_path / "python"), contents(tmp_path / "cli")
+    assert python.keys() == cli.keys()
+    named = {"README.md", "conversion_report.json", "conversion_report.md"}  # they name the folder
+    assert {name for name in python if python[name] != cli[name]} <= named
+
+
+def run(monkeypatch, *args) -> int:
+    """The program in this process, `main` included."""
+    monkeypatch.setattr("sys.argv", ["attnres", *map(str, args)])
+    try:
+        main()
+    except SystemExit as exit:
+        return exit.code or 0
+    return 0
+
+
+def test_change_of_blocks(base, tmp_path):
+    convert(base, tmp_path / "attnres", block_size=3, verify=False)
+    report = convert(tmp_path / "attnres", tmp_path / "full", full=True)
+    assert report.operation == "Change of blocks" and report.block_size == 1 and report.verification.equal
+    assert_same_tensors(tensors(tmp_path / "full"), tensors(tmp_path / "attnres"))
+    assert (tmp_path / "full/README.base.md").exists()
+    revert(tmp_path / "full", tmp_path / "again", verify=False)
+    assert_same_tensors(tensors(tmp_path / "again"), tensors(base))
+
+
+def test_trained_queries_are_not_lost(base, tmp_path):
+    convert(base, tmp_path / "attnres", block_size=3, verify=False)
+    model = randomize_queries(AutoModelForCausalLM.from_pretrained(tmp_path / "attnres"))
+    model.save_pretrained(tmp_path / "trained")
+    shutil.copy(base / "tokenizer.json", tmp_path / "trained")
+    largest = model.model.depth_queries.query.norm(dim=-1).max()
+    message = rf"trained queries, 9 of 9 are not zero, the largest of norm {largest:.3g} at site \d+: "
+    with pytest.raises(ValueError, match=message + "its block size cannot change"):
+        convert(tmp_path / "trained", tmp_path / "again")
+    with pytest.raises(ValueError, match=message + "without them it computes something else. `--force`"):
+        revert(tmp_path / "trained", tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    report = revert(tmp_path / "trained", tmp_path / "again", force=True)
+    assert_same_tensors(tensors(tmp_path / "again"), tensors(base))
+    parity = report.verification.parities[0]
+    assert not report.verification.equal and parity.kl_divergence > 1e-3
+    assert parity.perplexities[0] != pytest.approx(parity.perplexities[1], rel=1e-3)
+    assert "they differ, first at the input of the MLP of layer 0" in report.to_markdown()
+
+
+def test_trained_from_scratch_is_not_its_base(tmp_path):
+    convert_in_memory(tiny_base_model("llama"), 3, exact=False).save_pretrained(tmp_path / "scratch")
+    for operation in (convert, revert):
+        with pytest.raises(ValueError, match="has `attn_res_scale_norm_eps=False`"):
+            operation(tmp_path / "scratch", tmp_path / "again")
+
+
+@pytest.mark.parametrize("kind", ["trunk", "classifier"])
+def test_other_heads(kind, tmp_path):
+    base_model = tiny_base_model("qwen3")
+    if kind == "trunk":
+        base_model.model.save_pretrained(tmp_path / "base")
+        auto_class = AutoModel
+    else:
+        base_model.save_pretrained(tmp_path / "causal")
+        auto_class = AutoModelForSequenceClassification
+        auto_class.from_pretrained(tmp_path / "causal", num_labels=3).save_pretrained(tmp_path / "base")
+    report = convert(tmp_path / "base", tmp_path / "attnres", block_size=3)
+    assert report.verification.equal and report.verification.parities[0].perplexities is None
+    model, info = auto_class.from_pretrained(tmp_path / "attnres", output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"]
+    base_model = auto_class.from_pretrained(tmp_path / "base")
+    ids = torch.arange(3, 20)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(model(ids)[0], base_model(ids)[0], atol=1e-5, rtol=1e-5)
+    revert(tmp_path / "attnres", tmp_path / "again")
+    assert_same_tensors(tensors(tmp_path / "again"), tensors(tmp_path / "base"))
+
+
+def test_tokenizer_without_a_class(base, tmp_path):
+    """Found by the model type of the base, which the conversion does not have."""
+    path = base / "tokenizer_config.json"
+    path.write_text(json.dumps({k: v for k, v in json.loads(path.read_text()).items() if k != "tokenizer_class"}))
+    report = convert(base, tmp_path / "attnres", verify=False)
+    ids = [AutoTokenizer.from_pretrained(folder)("def f(): é").input_ids for folder in (base, tmp_path / "attnres")]
+    assert ids[0] == ids[1]
+    assert report.notes == [] or "tokenizer saved anew" in report.notes[0]
+
+
+# --- verification
+
+
+def broken(folder, tmp_path, change):
+    """A copy of an AttnRes checkpoint with one tensor changed."""
+    shutil.copytree(folder, tmp_path / "broken")
+    for path in (tmp_path / "broken").glob("*.safetensors"):
+        loaded = load_file(path)
+        change(loaded)
+        save_file(loaded, path, metadata={"format": "pt"})
+    return tmp_path / "broken"
+
+
+@pytest.mark.parametrize(
+    "name, place",
+    [
+        ("model.layers.2.self_attn.v_proj.weight", "the input of the MLP of layer 2"),
+        ("model.layers.1.mlp.down_proj.weight", "the input of the attention of layer 2"),
+        ("model.layers.3.post_attention_layernorm.weight", "the input of the MLP of layer 3"),
+        ("model.norm.weight", "the final norm"),
+        ("lm_head.weight", "the language-modelling head"),
+    ],
+)
+def test_verify_names_the_first_difference(name, place, base, tmp_path):
+    convert(base, tmp_path / "attnres", block_size=3, verify=False)
+
+    def change(loaded):
+        if name in loaded:
+            loaded[name] += 0.01
+
+    other = broken(tmp_path / "attnres", tmp_path, change)
+    assert verify(base, tmp_path / "attnres", max_tokens=128).equal
+    report = verify(base, other, max_tokens=128)
+    assert not report.equal and report.first_difference == place
+
+
+def test_verify_sees_what_rounding_does_not_do(base, tmp_path):
+    """The smallest fault that matters: the epsilons left alone."""
+    convert(base, tmp_path / "attnres", block_size=3, verify=False)
+    config = json.loads((tmp_path / "attnres/config.json").read_text())
+    (tmp_path / "attnres/config.json").write_text(json.dumps({**config, "attn_res_scale_norm_eps": False}))
+    report = verify(base, tmp_path / "attnres")
+    assert not report.equal and not report.parities[0].equal
+    # the embedding alone is read at first, by a scale of 1
+    assert report.first_difference == "the input of the MLP of layer 0"
+
+
+def test_a_conversion_that_is_not_equal_leaves_nothing(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(parity_module, "FP32_TOLERANCE", 0)
+    with pytest.raises(ValueError, match="would not compute what .* does, so it is not written. The first difference"):
+        convert(base, tmp_path / "attnres")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+
+
+def test_verify_on_the_command_line(base, tmp_path, monkeypatch, capsys):
+    convert(base, tmp_path / "attnres", verify=False)
+    (tmp_path / "text.txt").write_text("import os\n" * 40)
+    assert run(monkeypatch, "verify", base, tmp_path / "attnres", "--text", tmp_path / "text.txt") == 0
+    assert "the same function, up to rounding" in " ".join(capsys.readouterr().out.split())
+    other = broken(tmp_path / "attnres", tmp_path, lambda loaded: [t.mul_(1.1) for t in loaded.values()])
+    assert run(monkeypatch, "verify", base, other) == 1
+    assert "they differ, first at the input of the attention of layer 0" in " ".join(capsys.readouterr().out.split())
+
+
+# --- bad input
+
+
+def edit_json(path, **changes):
+    content = {**json.loads(path.read_text()), **changes}
+    path.write_text(json.dumps({key: value for key, value in content.items() if value is not None}))
+
+
+def edit_index(folder, change):
+    path = folder / "model.safetensors.index.json"
+    index = json.loads(path.read_text())
+    change(index["weight_map"])
+    path.write_text(json.dumps(index))
+
+
+def truncate(path, size):
+    with path.open("r+b") as file:
+        file.truncate(size)
+
+
+def drop_tensor(folder, name):
+    shard = open_checkpoint(folder).weight_map[name]
+    loaded = load_file(folder / shard)
+    del loaded[name]
+    save_file(loaded, folder / shard, metadata={"format": "pt"})
+    edit_index(folder, lambda weight_map: weight_map.pop(name))
+
+
+def reshape_tensor(folder, name):
+    shard = open_checkpoint(folder).weight_map[name]
+    loaded = load_file(folder / shard)
+    loaded[name] = loaded[name][:-1].contiguous()
+    save_file(loaded, folder / shard, metadata={"format": "pt"})
+
+
+SHARD = "model-00002-of-00003.safetensors"
+BAD_SOURCES = {
+    "no config": (lambda d: (d / "config.json").unlink(), "holds no config.json"),
+    "adapter": (
+        lambda d: (d / "config.json").rename(d / "adapter_config.json"),
+        "is a PEFT adapter, not a model. Merge it",
+    ),
+    "gguf": (
+        lambda d: ((d / "config.json").unlink(), (d / "model.gguf").write_bytes(b"GGUF")),
+        "GGUF files are not read; take the safetensors checkpoint",
+    ),
+    "config not JSON": (lambda d: (d / "config.json").write_text("{"), "config.json` is not JSON"),
+    "config no object": (lambda d: (d / "config.json").write_text("[]"), "config.json` holds no JSON object"),
+    "no model type": (lambda d: edit_json(d / "config.json", model_type=None), "names no `model_type`"),
+    "unsupported": (
+        lambda d: edit_json(d / "config.json", model_type="olmo2"),
+        "`base_model_type='olmo2'` is not supported: it normalises what a sublayer writes",
+    ),
+    "unknown": (
+        lambda d: edit_json(d / "config.json", model_type="mystery"),
+        "`base_model_type='mystery'` is not supported: it has not been shown to be exact",
+    ),
+    "wrong field": (
+        lambda d: edit_json(d / "config.json", hidden_size="large"),
+        "(?s)config.json of .* is not valid: .*hidden_size",
+    ),
+    "pickle": (
+        lambda d: [path.unlink() for path in d.glob("model*")],
+        "weights in `pytorch_model.bin`, a pickle, which can run code when it is read. If you trust it, save it as",
+    ),
+    "no weights": (
+        lambda d: [path.unlink() for path in [*d.glob("model*"), d / "pytorch_model.bin"]],
+        "holds neither model.safetensors nor model.safetensors.index.json",
+    ),
+    "no weight map": (
+        lambda d: (d / "model.safetensors.index.json").write_text("{}"),
+        "model.safetensors.index.json` has no `weight_map`",
+    ),
+    "shard missing": (lambda d: (d / SHARD).unlink(), f"names the file `{SHARD}`, which is not there"),
+    "shard outside": (
+        lambda d: edit_index(d, lambda w: w.update({"lm_head.weight": "../other.safetensors"})),
+        "names the file `../other.safetensors`, which is not there",
+    ),
+    "shard truncated": (lambda d: truncate(d / SHARD, 9000), f"{SHARD}` is truncated or not a safetensors file"),
+    "shard empty": (lambda d: truncate(d / SHARD, 0), f"{SHARD}` is truncated or not a safetensors file"),
+    "shard of text": (lambda d: (d / SHARD).write_text("version https://git-lfs"), "truncated or not a safetensors"),
+    "index lacks an entry": (
+        lambda d: edit_index(d, lambda w: w.pop("model.norm.weight")),
+        "holds the tensor `model.norm.weight`, which the index does not list as its own",
+    ),
+    "index has one too many": (
+        lambda d: edit_index(d, lambda w: w.update({"model.extra": SHARD})),
+        "lacks the tensor `model.extra`, which the index lists",
+    ),
+    "tensor missing": (
+        lambda d: drop_tensor(d, "model.layers.2.mlp.up_proj.weight"),
+        "is not a whole qwen3 checkpoint: 1 tensors are missing, among them `model.layers.2.mlp.up_proj.weight`",
+    ),
+    "tensor of another shape": (
+        lambda d: reshape_tensor(d, "model.layers.2.mlp.up_proj.weight"),
+        "is not a whole qwen3 checkpoint: tensors are missing or have the wrong shape",
+    ),
+    "queries of Kimi": (
+        lambda d: (
+            save_file({"model.output_attn_res_proj.weight": torch.zeros(1, 32)}, d / "more.safetensors"),
+            edit_index(d, lambda w: w.update({"model.output_attn_res_proj.weight": "more.safetensors"})),
+        ),
+        "has depth queries of another implementation .* use `attnres import`",
+    ),
+    "too many tokens": (
+        lambda d: AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(d, vocab_size=100, dtype="float32")
+        ).save_pretrained(d, max_shard_size="40KB"),
+        "The tokenizer of .* gives token [0-9]+, its model has 100",
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", BAD_SOURCES)
+def test_bad_sources(kind, base, tmp_path, monkeypatch, capsys):
+    damage, message = BAD_SOURCES[kind]
+    damage(base)
+    before = contents(base)
+    with pytest.raises((ValueError, OSError), match=message):
+        convert(base, tmp_path / "attnres")
+    assert contents(base) == before
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+
+
+def fill(path):
+    path.mkdir()
+    (path / "file").write_text("")
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["base", "base"], "`base` is the source itself"),
+        (["base", "./base/../base/"], "is the source itself"),
+        (["base", "base/inside"], "is inside of the source"),
+        (["base", "full"], "`full` is not empty"),
+        (["base", "full/file"], "`full/file` is a file"),
+        (["base", "out", "--full", "--num-blocks", "2"], "`num_blocks=2`, `full=True` contradict"),
+        (["base", "out", "--block-size", "0"], "`attn_res_block_size=0` must be"),
+        (["base", "out", "--num-blocks", "-1"], "`num_blocks=-1` must be"),
+        (["base", "out", "--revision", "main"], "`revision='main'` is for Hub ids"),
+        (["./nowhere", "out"], "There is no folder `./nowhere`"),
+        (["a/b/c", "out"], "There is no folder `a/b/c`"),
+        (["nobody/nothing", "out"], "There is no folder `nobody/nothing`, and the Hub cannot be reached"),
+        (["no such name", "out"], "`no such name` is neither a folder nor a Hub id"),
+        (["full/file", "out"], "`full/file` is a file"),
+        (["base", "out", "--verify-text", "nowhere.txt"], "nowhere.txt"),
+        (["base", "out", "--verify-text", "full/file"], "has 0 tokens; give one with at least 2"),
+        (["base", "out", "--verify-text", "base/model-00001-of-00003.safetensors"], "is not UTF-8 text"),
+        (["base", "out", "--device", "nonsense"], "nonsense"),
+    ],
+    ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
+)
+def test_bad_arguments(arguments, message, base, tmp_path, monkeypatch, capsys):
+    """One line on the command line, exit code 1, nothing written."""
+    monkeypatch.chdir(tmp_path)
+    fill(tmp_path / "full")
+    before = contents(tmp_path)
+    assert run(monkeypatch, "convert", *arguments) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert "Error: " in error and message in error and "Traceback" not in error
+    assert contents(tmp_path) == before and not (tmp_path / "out").exists()
+
+
+def test_no_room(base, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
+    with pytest.raises(OSError, match=r"needs 0.0 GB, on its disk 0.0 GB are free. Within one disk `--link`"):
+        convert(base, tmp_path / "attnres")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_no_permission(base, tmp_path):
+    (tmp_path / "locked").mkdir(mode=0o500)
+    with pytest.raises(OSError, match="Permission denied"):
+        convert(base, tmp_path / "locked/attnres")
+
+
+def test_reverting_what_is_no_attnres_checkpoint(base, tmp_path):
+    with pytest.raises(ValueError, match="is a `qwen3` checkpoint, not an AttnRes one; there is nothing to revert"):
+        revert(base, tmp_path / "again")
+
+
+def test_verifying_what_cannot_be_compared(base, tmp_path):
+    tiny_base_model("qwen3").save_pretrained(tmp_path / "other")
+    with pytest.raises(ValueError, match=r"cannot be compared: vocabularies of \d+ and 97 tokens"):
+        verify(base, tmp_path / "other")
+    with pytest.raises(ValueError, match="`max_tokens=1` must be at least 2"):
+        verify(base, base, max_tokens=1)
+
+
+def test_help_of_every_command():
+    from attnres.cli import app
+
+    for command in ("convert", "revert", "verify", "import", "export", "card", "push"):
+        result = CliRunner().invoke(app, [command, "--help"])
+        assert result.exit_code == 0
+
+
+# --- atomic
+
+
+def convert_in_a_process(source, destination, verify):
+    convert(source, destination, block_size=3, verify=verify)
+
+
+def test_two_at_once(base, tmp_path):
+    from filelock import FileLock
+
+    with FileLock(tmp_path / ".attnres.lock"):
+        with pytest.raises(OSError, match="Another process is writing"):
+            convert(base, tmp_path / "attnres")
+    convert(base, tmp_path / "attnres", verify=False)
+
+
+def test_killed_at_any_moment(tmp_path):
+    """SIGKILL at 50 random moments: nothing or everything is there, the source is untouched, and a rerun works."""
+    source, destination = tmp_path / "base", tmp_path / "attnres"
+    model = tiny_base_model("llama", hidden_size=256, intermediate_size=2048)
+    model.save_pretrained(source, max_shard_size="4MB")
+    before = contents(source)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["attnres.conversion.interchange", "transformers.models.llama.modeling_llama"])
+
+    def start(verify):
+        process = context.Process(target=convert_in_a_process, args=(source, destination, verify))
+        process.start()
+        return process
+
+    start(verify=False).join()  # the server has started
+    shutil.rmtree(destination)
+    durations = {}
+    for verify_too in (False, True):
+        begin = time.perf_counter()
+        process = start(verify_too)
+        process.join()
+        durations[verify_too] = time.perf_counter() - begin
+        assert process.exitcode == 0
+        complete = contents(destination)
+        shutil.rmtree(destination)
+    generator = random.Random(0)
+    outcomes = []
+    for i in range(50):
+        verify_too = i % 5 == 0
+        if i % 2:  # the others find what the last one has left
+            shutil.rmtree(tmp_path / ".attnres.unfinished", ignore_errors=True)
+        process = start(verify_too)
+        time.sleep(generator.uniform(0, 1.05 * durations[verify_too]))
+        process.kill()
+        process.join()
+        unfinished = (tmp_path / ".attnres.unfinished").exists()
+        outcomes.append("complete" if destination.exists() else "unfinished" if unfinished else "nothing")
+        if destination.exists():
+            found = contents(destination)
+            assert found.keys() == complete.keys()
+            named = {"README.md", "conversion_report.json", "conversion_report.md"}  # they tell the time it took
+            assert {name for name in found if found[name] != complete[name]} <= named
+            json.loads((destination / "conversion_report.json").read_text())
+            shutil.rmtree(destination)
+    assert contents(source) == before
+    assert {"unfinished", "nothing"} <= set(outcomes), outcomes
+    print({outcome: outcomes.count(outcome) for outcome in set(outcomes)})
+    process = start(verify=False)
+    process.join()
+    assert process.exitcode == 0 and contents(destination).keys() == complete.keys()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attnres", "base"]
