@@ -69,10 +69,8 @@ class Checkpoint:
 
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
-        try:
+        with valid_config(self.name):
             return AutoConfig.from_pretrained(self.folder)
-        except (StrictDataclassError, TypeError) as error:
-            raise ValueError(f"config.json of `{self.name}` is not valid: {error}") from None
 
     @property
     def title(self) -> str:
@@ -185,6 +183,15 @@ def _local_folder(source: str | Path, revision: str | None) -> Path | None:
     if isinstance(source, Path) or name.startswith((".", "/", "~")) or name.count("/") > 1 or "\\" in name:
         raise OSError(f"There is no folder `{source}`.")
     return None
+
+
+@contextlib.contextmanager
+def valid_config(name: str) -> Iterator[None]:
+    """A `ValueError` that names the checkpoint for what configuration classes raise."""
+    try:
+        yield
+    except (StrictDataclassError, TypeError) as error:
+        raise ValueError(f"config.json of `{name}` is not valid: {error}") from None
 
 
 @contextlib.contextmanager

@@ -34,7 +34,14 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..configuration_attnres import AttnResConfig, base_config_class
-from .checkpoint import QUERY_NAMES, Checkpoint, check_destination, open_checkpoint, read_config_dict
+from .checkpoint import (
+    QUERY_NAMES,
+    Checkpoint,
+    check_destination,
+    open_checkpoint,
+    read_config_dict,
+    valid_config,
+)
 from .converter import ConversionReport, write_checkpoint
 
 
@@ -72,14 +79,17 @@ def import_checkpoint(source: str | Path, destination: str | Path, *, revision: 
     model_type = read_config_dict(source, revision)["model_type"]
     checkpoint = open_checkpoint(source, revision)
     if model_type == "transformer":
-        naming, config = "fla", config_from_fla(checkpoint)
+        naming, read_config = "fla", config_from_fla
     elif any(name.endswith(".self_attention_res_proj.weight") for name in checkpoint.weight_map):
-        naming, config = "kimi", config_from_kimi(checkpoint)
+        naming, read_config = "kimi", config_from_kimi
     else:
         raise ValueError(
             f"`{source}` (a `{model_type}`) is neither fla's `transformer` nor has it tensors named"
             " `self_attention_res_proj` as in Kimi's naming."
         )
+
+    with valid_config(str(source)):
+        config = read_config(checkpoint)
 
     names = query_names(naming, config.num_hidden_layers)
     missing = [name for pair in names for name in pair if name not in checkpoint.weight_map]

@@ -556,7 +556,6 @@ def test_killed_at_any_moment(tmp_path):
             shutil.rmtree(destination)
     assert contents(source) == before
     assert {"unfinished", "nothing"} <= set(outcomes), outcomes
-    print({outcome: outcomes.count(outcome) for outcome in set(outcomes)})
     process = start(verify=False)
     process.join()
     assert process.exitcode == 0 and contents(destination).keys() == complete.keys()
