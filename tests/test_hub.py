@@ -1,0 +1,288 @@
+"""To the Hub and back through the real client, against a server on the loopback; and model cards."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard
+from loopback_hub import LoopbackHub
+from tiny_models import convert as convert_in_memory
+from tiny_models import randomize_queries, tiny_base_model
+from transformers import AutoModelForCausalLM
+
+from attnres import __version__
+from attnres.conversion import convert
+from attnres.conversion.parity import read_sample
+from attnres.demo import train_tokenizer
+from attnres.model_cards import CODE_FILES, write_model_card
+
+
+CODE = set(CODE_FILES)
+WITHOUT_PACKAGE = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "attnres":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+"""
+LOAD = """
+import torch, transformers
+repo_id, output = sys.argv[1:]
+kwargs = {"trust_remote_code": True}
+config = transformers.AutoConfig.from_pretrained(repo_id, **kwargs)
+assert type(config).__name__ == "AttnResConfig"
+tokenizer = transformers.AutoTokenizer.from_pretrained(repo_id)
+inputs = tokenizer("def main():", return_tensors="pt", add_special_tokens=False)
+results = {}
+for name, reference in config.auto_map.items():
+    if name != "AutoConfig":
+        model = getattr(transformers, name).from_pretrained(repo_id, **kwargs).eval()
+        assert type(model).__name__ == reference.split(".")[1]
+        if name in ("AutoModel", "AutoModelForCausalLM"):
+            with torch.no_grad():
+                results[name] = model(**inputs)[0]
+        if name == "AutoModelForCausalLM":
+            results["generated"] = model.generate(**inputs, max_new_tokens=6, do_sample=False)
+            model.save_pretrained(output)
+again = transformers.AutoModelForCausalLM.from_pretrained(output, **kwargs).eval()
+with torch.no_grad():
+    assert torch.equal(again(**inputs).logits, results["AutoModelForCausalLM"])
+assert not any(name.split(".")[0] == "attnres" for name in sys.modules)
+torch.save({**results, "input_ids": inputs.input_ids}, output + "/results.pt")
+"""
+
+
+@pytest.fixture
+def hub(tmp_path):
+    with LoopbackHub(tmp_path / "hub") as hub:
+        yield hub
+
+
+def process(hub, *command, code=0, token=None) -> str:
+    """Run a command against the Hub and return what it prints."""
+    environment = {**os.environ, **hub.env(), "HF_TOKEN": token or hub.token, "COLUMNS": "200"}
+    result = subprocess.run(
+        list(map(str, command)), capture_output=True, text=True, env=environment, timeout=300, stdin=subprocess.DEVNULL
+    )
+    assert result.returncode == code, result.stderr
+    return " ".join((result.stdout + result.stderr).split())
+
+
+def attnres(hub, *args, **kwargs) -> str:
+    return process(hub, sys.executable, "-m", "attnres.cli", *args, **kwargs)
+
+
+def python(hub, script, *args) -> str:
+    return process(hub, sys.executable, "-c", script, *args)
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return train_tokenizer([read_sample()] * 3, vocab_size=400)
+
+
+@pytest.fixture
+def checkpoint(tmp_path, tokenizer):
+    model = tiny_base_model("qwen3", vocab_size=len(tokenizer))
+    model.save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    (tmp_path / "base/README.md").write_text("---\nlicense: mit\nlanguage: en\n---\n# Base\n")
+    convert(tmp_path / "base", tmp_path / "my-model", block_size=3)
+    return tmp_path / "my-model"
+
+
+def assert_loads_without_package(hub, repo_id, local, tmp_path):
+    python(hub, WITHOUT_PACKAGE + LOAD, repo_id, tmp_path / "again")
+    results = torch.load(tmp_path / "again/results.pt")
+    model = AutoModelForCausalLM.from_pretrained(local)
+    with torch.no_grad():
+        assert torch.equal(model(results["input_ids"]).logits, results["AutoModelForCausalLM"])
+        assert torch.equal(model.model(results["input_ids"])[0], results["AutoModel"])
+    generated = model.generate(results["input_ids"], max_new_tokens=6, do_sample=False)
+    assert torch.equal(generated, results["generated"])
+
+
+def test_push_and_load_without_the_package(hub, checkpoint, tmp_path):
+    before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
+    printed = attnres(hub, "push", checkpoint, "tester/pushed", "--private")
+    assert "tester/pushed" in printed
+    assert hub.repos["tester/pushed"]["private"]
+    files = hub.files("tester/pushed")
+    assert files.keys() - {".gitattributes"} == before.keys() | CODE
+    assert all(files[name] == content for name, content in before.items() if name not in ("config.json", "README.md"))
+    oid, message = hub.commits("tester/pushed")[-1]
+    assert message == f"Upload my-model with the code of attnres {__version__}" and oid in printed
+    card = ModelCard(files["README.md"].decode())
+    assert card.data["attnres_version"] == __version__ and len(card.data["attnres_code_sha256"]) == 64
+    assert 'from_pretrained("tester/pushed", trust_remote_code=True)' in card.text
+    assert {path.name: path.read_bytes() for path in checkpoint.iterdir()} == before  # nothing local changed
+    assert_loads_without_package(hub, "tester/pushed", checkpoint, tmp_path)
+
+    # what the user has made of the card stays, and is all that is sent again
+    path = checkpoint / "README.md"
+    path.write_text(path.read_text() + "\nMy own words.\n")
+    sent = len(hub.requests)
+    attnres(hub, "push", checkpoint, "tester/pushed")
+    assert not any("PUT" in request for request in hub.requests[sent:])
+    assert "My own words." in hub.files("tester/pushed")["README.md"].decode()
+
+
+MODEL_PUSH = """
+import sys, torch
+from attnres import AttnResForCausalLM
+from transformers import AutoTokenizer
+model = AttnResForCausalLM.from_pretrained(sys.argv[1])
+model.push_to_hub("tester/from-python", private=True)
+AutoTokenizer.from_pretrained(sys.argv[1]).push_to_hub("tester/from-python")
+assert not model.is_remote_code() and getattr(model.config, "auto_map", None) is None
+model.save_pretrained(sys.argv[2])
+"""
+
+
+def test_model_push_to_hub(hub, checkpoint, tmp_path):
+    model = randomize_queries(AutoModelForCausalLM.from_pretrained(checkpoint))
+    model.save_pretrained(checkpoint)
+    python(hub, MODEL_PUSH, checkpoint, tmp_path / "later")
+    files = hub.files("tester/from-python")
+    assert CODE | {"README.md", "config.json", "model.safetensors", "tokenizer.json"} <= files.keys()
+    assert hub.repos["tester/from-python"]["private"]
+    card = ModelCard(files["README.md"].decode())
+    assert "attnres" in card.data.tags and "9 of 9 are not zero" in card.text
+    assert 'from_pretrained("tester/from-python", trust_remote_code=True)' in card.text
+    assert not CODE & {path.name for path in (tmp_path / "later").iterdir()}  # only what is pushed carries the code
+    assert_loads_without_package(hub, "tester/from-python", checkpoint, tmp_path)
+
+
+PUBLISH_BASE = """
+import sys
+from huggingface_hub import HfApi
+api = HfApi()
+api.create_repo("tester/base")
+for folder in sys.argv[1:]:
+    api.upload_folder(repo_id="tester/base", folder_path=folder)
+"""
+
+
+def test_convert_from_the_hub(hub, checkpoint, tmp_path, tokenizer):
+    other = tmp_path / "other"
+    tiny_base_model("qwen3", seed=1, vocab_size=len(tokenizer)).save_pretrained(other)
+    python(hub, PUBLISH_BASE, tmp_path / "base", other)
+    first = hub.commits("tester/base")[-2][0]
+    attnres(hub, "convert", "tester/base", tmp_path / "old", "--revision", first, "--block-size", "3")
+    assert (tmp_path / "old/model-00001-of-00002.safetensors").read_bytes() == (
+        tmp_path / "base/model.safetensors"
+    ).read_bytes()
+    assert not (tmp_path / "old/model-00001-of-00002.safetensors").is_symlink()
+    card = ModelCard.load(tmp_path / "old/README.md")
+    assert card.data.base_model == "tester/base" and card.data.license == "mit"
+    assert f"Conversion of `tester/base` at revision `{first}`" in card.text.replace("\n", " ")
+    # the newest one, by links out of the cache; and again from the cache when the Hub is gone
+    attnres(hub, "convert", "tester/base", tmp_path / "new", "--link", "--no-verify")
+    weights = (tmp_path / "new/model-00001-of-00002.safetensors").read_bytes()
+    assert weights == (other / "model.safetensors").read_bytes()
+    assert "they differ, first at" in attnres(hub, "verify", "tester/base", tmp_path / "old", code=1)
+    hub.__exit__()
+    attnres(hub, "convert", "tester/base", tmp_path / "offline", "--no-verify")
+
+
+PUBLISH_OTHERS = """
+from huggingface_hub import HfApi
+for name in ("gated", "empty"):
+    HfApi().create_repo(f"tester/{name}")
+"""
+
+
+@pytest.fixture(scope="module")
+def crowded_hub(tmp_path_factory):
+    """With a base and two repositories that are of no use."""
+    root = tmp_path_factory.mktemp("crowded")
+    tiny_base_model("qwen3").save_pretrained(root / "base")
+    convert_in_memory(tiny_base_model("qwen3"), 3).save_pretrained(root / "model")
+    with LoopbackHub(root / "hub") as hub:
+        python(hub, PUBLISH_BASE + PUBLISH_OTHERS, root / "base")
+        hub.repos["tester/gated"]["gated"] = "manual"
+        yield hub
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["convert", "tester/nothing", "OUT"], "no Hub repository `tester/nothing`, or it is private: `hf auth"),
+        (["convert", "tester/base", "OUT", "--revision", "v9"], "`tester/base` has no revision `v9`"),
+        (["convert", "tester/gated", "OUT"], "`tester/gated` is gated: accept its terms on the Hub, then"),
+        (["convert", "tester/empty", "OUT"], "`tester/empty` holds no config.json"),
+        (["push", "BASE", "tester/new"], "is a `qwen3` checkpoint, not an AttnRes one: `attnres convert` makes one"),
+        (["push", "nowhere", "tester/new"], "There is no folder `nowhere`"),
+        (["push", "MODEL", "not/a/name"], "not/a/name"),
+        (["push", "MODEL", "tester/base"], "The Hub refuses `tester/base`"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_what_the_hub_refuses(arguments, message, crowded_hub, tmp_path):
+    root = crowded_hub.root.parent
+    names = {"OUT": tmp_path / "out", "BASE": root / "base", "MODEL": root / "model"}
+    commits = len(crowded_hub.commits("tester/base"))
+    arguments = [names.get(argument, argument) for argument in arguments]
+    printed = attnres(crowded_hub, *arguments, code=1, token="hf_stranger")
+    assert message in printed and "Traceback" not in printed
+    assert not (tmp_path / "out").exists()
+    assert "tester/new" not in crowded_hub.repos and len(crowded_hub.commits("tester/base")) == commits
+
+
+# --- cards
+
+
+def test_card_of_a_conversion(checkpoint, tmp_path):
+    card = ModelCard.load(checkpoint / "README.md")
+    assert card.data.license == "mit" and card.data.language == "en"
+    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
+    assert set(card.data.tags) == {"attnres", "attention-residuals"}
+    assert "8 sublayers (A: attention, M: MLP) in 3 blocks of 3, the last one of 2" in card.text
+    assert "block 1  AMA\nblock 2     MAM\nblock 3        AM" in card.text
+    assert "All queries of that attention over depth are zero" in card.text
+    assert "the same function, up to rounding" in card.text and "| float32 |" in card.text
+
+
+def test_card_is_written_anew(hub, checkpoint):
+    path = checkpoint / "README.md"
+    card = ModelCard.load(path)
+    card.data["datasets"] = ["tester/data"]
+    card.data.tags.append("mine")
+    card.save(path)
+    (checkpoint / "evaluation").mkdir()
+    (checkpoint / "evaluation/table.md").write_text("| task | ours |\n")
+    (checkpoint / "figures").mkdir()
+    (checkpoint / "figures/depth_weights.png").write_bytes(b"")
+    printed = attnres(hub, "card", checkpoint, "--base-model", "tester/base", "--repo-id", "tester/mine")
+    assert "README.md" in printed
+    card = ModelCard.load(path)
+    assert card.data.base_model == "tester/base" and card.data["datasets"] == ["tester/data"]
+    assert "mine" in card.data.tags and card.data.license == "mit"
+    assert "[tester/base](https://huggingface.co/tester/base) with" in card.text
+    assert "![depth weights](figures/depth_weights.png)" in card.text and "| task | ours |" in card.text
+    assert '"tester/mine"' in card.text
+    python(hub, "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()", path)
+    base = checkpoint.parent / "base"
+    assert "is a `qwen3` checkpoint, not an AttnRes one" in attnres(hub, "card", base, code=1)
+
+
+@pytest.mark.parametrize("block_size, drawn", [(1, False), (8, True), (100, True)])
+def test_block_partition(block_size, drawn, tmp_path):
+    convert_in_memory(tiny_base_model("llama"), block_size).save_pretrained(tmp_path / "model")
+    text = write_model_card(tmp_path / "model").read_text()
+    assert ("```\nblock 1  AMAMAMAM\n```" in text) == drawn
+    assert ("Full AttnRes" in text) == (block_size == 1)
+    assert "## Conversion" not in text
+
+
+def test_committed_cards_are_valid():
+    folder = Path(__file__).parent.parent / "model_cards"
+    cards = sorted(folder.glob("*.md"))
+    assert cards
+    for path in cards:
+        card = ModelCard.load(path)
+        assert card.data.library_name == "transformers" and "attnres" in card.data.tags and card.data.pipeline_tag
