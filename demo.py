@@ -26,11 +26,11 @@ from pathlib import Path
 
 import torch
 from rich.console import Console
+from rich.markdown import Markdown
 from rich.progress import track
 from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
-    AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PreTrainedTokenizerFast,
@@ -39,10 +39,8 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.utils import logging
 
-from .configuration_attnres import AttnResConfig
-from .modeling_attnres import AttnResForCausalLM
+from .conversion import Checkpoint, convert, open_checkpoint, revert
 
 
 PROMPTS = ["def main(", "import os\n", "class Error(Exception):\n    "]
@@ -136,6 +134,10 @@ def save(folder: Path, model, tokenizer):
     unfinished.rename(folder)
 
 
+def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
+    return checkpoint.tensors(list(checkpoint.weight_map))
+
+
 @torch.no_grad()
 def held_out_loss(candidates: dict[str, torch.nn.Module], tokens: torch.Tensor) -> tuple[dict[str, float], float]:
     """Mean loss of each of two models over `tokens`, `[windows, length]`, and the largest difference of a logit."""
@@ -173,17 +175,25 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
             console.print(f"Using the base model in {base_path} (delete the folder to train it again).")
         else:
             train_base_model(output, steps)
-    base_config = AutoConfig.from_pretrained(base_path)
-    config = AttnResConfig.from_base_config(base_config, num_blocks=num_blocks, attn_res_scale_norm_eps=True)
+
+    for name in ("attnres", "reverted"):
+        if (output / name / "conversion_report.json").exists():  # of an earlier run
+            shutil.rmtree(output / name)
+    console.print(f"\nConverting {base_path} ...")
+    report = convert(base_path, output / "attnres", num_blocks=num_blocks)
+    console.print(Markdown(report.to_markdown()))
+    console.print("Reverting it ...")
+    revert(output / "attnres", output / "reverted", verify=False)
+    originals, reverted = (read_tensors(open_checkpoint(path)) for path in (base_path, output / "reverted"))
+    if originals.keys() != reverted.keys() or any(
+        not torch.equal(*(tensors[name].flatten().view(torch.uint8) for tensors in (originals, reverted)))
+        for name in originals
+    ):
+        raise ValueError("The reverted checkpoint is not the one that was converted; please report this.")
+    console.print(f"All {len(originals)} tensors of the base are back, bit for bit.")
+    del originals, reverted
+
     tokenizer = AutoTokenizer.from_pretrained(base_path)
-
-    console.print(f"\nTurning {base_path} into an AttnRes model, {config.attn_res_block_size} sublayers a block ...")
-    logging.set_verbosity_error()  # the two tensors that are missing are those that make the difference
-    converted = AttnResForCausalLM.from_pretrained(base_path, config=config, dtype=torch.float32)
-    logging.set_verbosity_warning()
-    save(output / "attnres", converted, tokenizer)
-    del converted
-
     candidates = {
         "PreNorm": AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.float32),
         "AttnRes": AutoModelForCausalLM.from_pretrained(output / "attnres", dtype=torch.float32),
@@ -214,7 +224,9 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
         )
     console.print(f"Largest difference of a logit: {difference:.1e} (fp32)")
     console.print(f"Greedy continuations unchanged: {unchanged} of {len(PROMPTS)}")
-    console.print(f"PreNorm checkpoint: {base_path}\nAttnRes checkpoint: {output / 'attnres'}")
+    console.print(f"PreNorm checkpoint: {base_path}")
+    console.print(f"AttnRes checkpoint: {output / 'attnres'}, with its report and model card")
+    console.print(f"Reverted checkpoint: {output / 'reverted'}")
     console.print(f"Done in {time.perf_counter() - start:.0f} s.")
     if unchanged < len(PROMPTS) or abs(losses["PreNorm"] - losses["AttnRes"]) > 1e-4:
-        raise ValueError("the AttnRes model does not compute what its base computes; please report this.")
+        raise ValueError("The AttnRes model does not compute what its base computes; please report this.")

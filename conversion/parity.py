@@ -187,18 +187,13 @@ def verify_checkpoints(
 
     # the bar first: among what is quiet are all bars made from then on
     with tqdm(total=passes * len(windows), unit="window", desc="Verifying") as progress, quiet_loading():
-        with loaded(first, reference_dtype, device) as model:
-            expected = run(model, windows, progress)
-            with norm_inputs_moved_by_one_ulp(model):
-                sensitivity = run(model, windows, progress)
-        moved = largest_differences(sensitivity, expected)
-        del sensitivity
-        with loaded(second, reference_dtype, device) as model:
-            actual = run(model, windows, progress)
+        expected, moved = run(first, reference_dtype, device, windows, progress, also_moved=True)
+        rounding = largest_differences(moved, expected).median().item()
+        del moved
+        actual, _ = run(second, reference_dtype, device, windows, progress)
         differences = largest_differences(actual, expected)
         # the windows that have to agree, from the one that agrees best
         count = max(1, math.ceil(len(windows) * (1 - MOE_WINDOWS_APART))) if is_moe else len(windows)
-        rounding = moved.median().item()
         parity = compare(
             actual,
             expected,
@@ -217,10 +212,8 @@ def verify_checkpoints(
             first_difference = find_first_difference(first, second, worst, reference_dtype, device)
         if own_dtype != reference_dtype:
             del actual
-            with loaded(first, own_dtype, device) as model:
-                own_expected = run(model, windows, progress)
-            with loaded(second, own_dtype, device) as model:
-                own_actual = run(model, windows, progress)
+            own_expected, _ = run(first, own_dtype, device, windows, progress)
+            own_actual, _ = run(second, own_dtype, device, windows, progress)
             rounding = median_relative_error(own_expected, expected)
             parities.append(
                 compare(
@@ -302,7 +295,8 @@ def quiet_loading() -> Iterator[None]:
 
 @contextlib.contextmanager
 def loaded(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Iterator[PreTrainedModel]:
-    """The checkpoint's model in memory, as `from_pretrained` gives it, and out of it again."""
+    """The checkpoint's model, as `from_pretrained` gives it; the last one makes room for it first."""
+    gc.collect()
     auto_class = AutoModelForCausalLM if checkpoint.has_lm_head else AutoModel
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as offload_folder:
         try:
@@ -322,19 +316,36 @@ def loaded(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Iterator[
                 f" `{missing[0]}`."
             )
         yield model.eval()
-        del model
-        gc.collect()
 
 
 @torch.inference_mode()
-def run(model: PreTrainedModel, windows: torch.Tensor, progress: tqdm) -> list[torch.Tensor]:
-    """Logits, or last hidden states, of every window, `[seq, vocab or hidden]` each, on the CPU."""
-    outputs = []
-    for ids in windows:
-        output = model(input_ids=ids[None].to(model.device), use_cache=False)
-        outputs.append((output.logits if "logits" in output else output.last_hidden_state)[0].cpu())
-        progress.update()
-    return outputs
+def run(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: str,
+    windows: torch.Tensor,
+    progress: tqdm,
+    also_moved: bool = False,
+) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """Logits, or last hidden states, of every window, `[seq, vocab or hidden]` each, on the CPU.
+
+    The model is gone when this returns. With `also_moved` the second list holds the outputs with moved norm inputs.
+    """
+
+    def outputs_of(model: PreTrainedModel) -> list[torch.Tensor]:
+        outputs = []
+        for ids in windows:
+            output = model(input_ids=ids[None].to(model.device), use_cache=False)
+            outputs.append((output.logits if "logits" in output else output.last_hidden_state)[0].cpu())
+            progress.update()
+        return outputs
+
+    with loaded(checkpoint, dtype, device) as model:
+        outputs = outputs_of(model)
+        if not also_moved:
+            return outputs, None
+        with norm_inputs_moved_by_one_ulp(model):
+            return outputs, outputs_of(model)
 
 
 def norms_over_depth(model: PreTrainedModel) -> dict[str, nn.Module]:
@@ -385,17 +396,17 @@ def find_first_difference(
 ) -> str:
     """The first place where what a sublayer is given is not the same in both models."""
 
-    def outputs_of(model: PreTrainedModel) -> dict[str, torch.Tensor]:
-        with norm_outputs(model) as outputs:
-            model(input_ids=ids.to(model.device), use_cache=False)
-        return outputs
+    def norms_of(checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+        collected = []
+        with loaded(checkpoint, dtype, device) as model:
+            for context in (contextlib.nullcontext(), norm_inputs_moved_by_one_ulp(model)):
+                with context, norm_outputs(model) as outputs:
+                    model(input_ids=ids.to(model.device), use_cache=False)
+                collected.append(outputs)
+        return tuple(collected)
 
-    with loaded(first, dtype, device) as model:
-        expected = outputs_of(model)
-        with norm_inputs_moved_by_one_ulp(model):
-            moved = outputs_of(model)
-    with loaded(second, dtype, device) as model:
-        actual = outputs_of(model)
+    expected, moved = norms_of(first)
+    actual, _ = norms_of(second)
     for place in expected:
         if place not in actual:
             return f"{place}, which only the first one has"

@@ -231,6 +231,58 @@ def test_tokenizer_without_a_class(base, tmp_path):
     assert report.notes == [] or "tokenizer saved anew" in report.notes[0]
 
 
+def quantize_mxfp4(loaded):
+    """As in the released checkpoints of gpt_oss: 4-bit numbers in pairs, one scale for 32 of them."""
+    for name in [name for name in loaded if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, rows, columns = loaded.pop(name).shape
+        loaded[f"{name}_blocks"] = torch.randint(0, 256, (experts, columns, rows // 32, 16), dtype=torch.uint8)
+        loaded[f"{name}_scales"] = torch.randint(118, 124, (experts, columns, rows // 32), dtype=torch.uint8)
+
+
+def quantize_fp8(loaded):
+    """One scale for a tile of 128 x 128."""
+    for name in [name for name in loaded if name.endswith("proj.weight")]:
+        tiles = loaded[name].float().unflatten(0, (-1, 128)).unflatten(-1, (-1, 128))
+        scales = tiles.abs().amax((1, 3), keepdim=True) / 448
+        loaded[name] = (tiles / scales).flatten(2, 3).flatten(0, 1).to(torch.float8_e4m3fn)
+        loaded[f"{name}_scale_inv"] = scales.squeeze((1, 3)).clone()
+
+
+@pytest.mark.parametrize(
+    "family, kwargs, quantize, quantization_config",
+    [
+        (
+            "gpt_oss",
+            {"intermediate_size": 64},
+            quantize_mxfp4,
+            {"quant_method": "mxfp4", "modules_to_not_convert": ["model.layers.*.self_attn", "lm_head"]},
+        ),
+        (
+            "llama",
+            {"hidden_size": 128, "intermediate_size": 256, "num_key_value_heads": 4},
+            quantize_fp8,
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        ),
+    ],
+    ids=["mxfp4", "fp8"],
+)
+def test_quantized(family, kwargs, quantize, quantization_config, tmp_path):
+    """The quantised tensors are copied as they are; compared is what transformers makes of them."""
+    torch.manual_seed(0)
+    tiny_base_model(family, **kwargs).to(torch.bfloat16).save_pretrained(tmp_path / "base")
+    loaded = load_file(tmp_path / "base/model.safetensors")
+    quantize(loaded)
+    save_file(loaded, tmp_path / "base/model.safetensors", metadata={"format": "pt"})
+    edit_json(tmp_path / "base/config.json", quantization_config=quantization_config)
+    report = convert(tmp_path / "base", tmp_path / "attnres", block_size=3)
+    assert [parity.dtype for parity in report.verification.parities] == ["bfloat16"] and report.verification.equal
+    written = tensors(tmp_path / "attnres")
+    assert {name: written[name].dtype for name in loaded} == {name: loaded[name].dtype for name in loaded}
+    assert written["model.depth_queries.query"].dtype == torch.float32
+    revert(tmp_path / "attnres", tmp_path / "again", verify=False)
+    assert filecmp.cmp(tmp_path / "base/model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
+
+
 # --- verification
 
 

@@ -23,7 +23,11 @@ def test_demo_and_its_rerun(tmp_path):
     for result in (first, again):
         assert "Greedy continuations unchanged: 3 of 3" in result.stdout
         assert "held-out loss" in result.stdout
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["attnres", "base"]
+        assert "the same function, up to rounding" in " ".join(result.stdout.split())
+        assert "All 46 tensors of the base are back, bit for bit." in result.stdout
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["attnres", "base", "reverted"]
+    card = (tmp_path / "out" / "attnres" / "README.md").read_text()
+    assert "Full AttnRes" in card and str(tmp_path) not in card
     assert AutoConfig.from_pretrained(tmp_path / "out" / "base").model_type == "qwen3"
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "out" / "attnres")
     assert type(model).__name__ == "AttnResForCausalLM" and model.config.attn_res_block_size == 1
