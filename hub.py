@@ -26,6 +26,10 @@ from .model_cards import code_files, code_metadata, model_card
 from .modeling_attnres import REMOTE_CODE_AUTO_MAP
 
 
+# That of httpx or httpx2, whichever huggingface_hub stands on
+HTTPError = HfHubHTTPError.__bases__[0]
+
+
 def push(folder: str | Path, repo_id: str, *, private: bool = False, token: str | None = None) -> CommitInfo:
     """Upload an AttnRes checkpoint, its tokenizer, card and code in one commit.
 
@@ -74,6 +78,8 @@ def push(folder: str | Path, repo_id: str, *, private: bool = False, token: str 
         )
     except HfHubHTTPError as error:
         raise OSError(f"The Hub refuses `{repo_id}`: {error}") from error
+    except HTTPError as error:
+        raise OSError(f"The Hub cannot be reached: {error}") from error
 
 
 def card_for(checkpoint: Checkpoint, repo_id: str) -> ModelCard:

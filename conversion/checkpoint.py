@@ -38,7 +38,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import tqdm
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, PreTrainedConfig
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -70,7 +70,7 @@ class Checkpoint:
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
         with valid_config(self.name):
-            return AutoConfig.from_pretrained(self.folder)
+            return AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
 
     @property
     def title(self) -> str:
@@ -93,12 +93,19 @@ class Checkpoint:
         return bool(self.prefix) and architectures[0].endswith("ForCausalLM")
 
     @property
-    def has_tokenizer(self) -> bool:
-        return any(name in self.companions for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model"))
-
-    @property
     def num_bytes(self) -> int:
         return sum((self.folder / name).stat().st_size for name in [*self.shards, *self.companions])
+
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer, unless none came with it or it would have to run code of its own."""
+        if not {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"} & set(self.companions):
+            return None
+        try:
+            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
+        except ValueError as error:
+            if "trust_remote_code" in str(error):
+                return None
+            raise
 
     def tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Some of the tensors, in memory."""
@@ -146,7 +153,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     config_dict = read_config_dict(source, revision)
     folder, commit = _local_folder(source, revision), None
     if folder is None:
-        skipped = [f"*{suffix}" for suffix in OTHER_WEIGHTS - {".safetensors"}]
+        skipped = [f"*{suffix}" for suffix in OTHER_WEIGHTS - {".safetensors"}] + ["consolidated*"]
         with _hub_errors(source, revision):
             folder = Path(snapshot_download(str(source), revision=revision, ignore_patterns=skipped))
         commit = folder.name
@@ -400,5 +407,8 @@ def _rewrite(source: Path, target: Path, rename: Callable[[str], str | None]):
 
 
 def _save(tensors: dict[str, torch.Tensor], path: Path, metadata: dict[str, str] | None):
-    save_file(tensors, path, metadata=metadata)
+    try:
+        save_file(tensors, path, metadata=metadata)
+    except SafetensorError as error:
+        raise OSError(f"`{path.name}` cannot be written: {error}.") from None
     shutil.copymode(path.with_name("config.json"), path)  # safetensors lets nobody else read

@@ -15,6 +15,7 @@
 
 import copy
 import json
+import re
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
@@ -38,7 +39,14 @@ from .checkpoint import (
     whole_folder,
     write_weights,
 )
-from .parity import VerificationReport, quiet_loading, read_sample, verify_checkpoints
+from .parity import (
+    VerificationReport,
+    check_device,
+    quiet_loading,
+    read_sample,
+    read_windows,
+    verify_checkpoints,
+)
 
 
 BASE_CARD_NAME = "README.base.md"
@@ -251,11 +259,16 @@ def check_tensors(checkpoint: Checkpoint):
     """Raise a `ValueError` unless every tensor that the architecture needs is there, in its shape; reads none."""
     auto_class = AutoModelForCausalLM if checkpoint.has_lm_head else AutoModel
     message = None
-    with quiet_loading():
+    with quiet_loading() as messages:
         try:
-            _, info = auto_class.from_pretrained(checkpoint.folder, device_map="meta", output_loading_info=True)
+            _, info = auto_class.from_pretrained(
+                checkpoint.folder, device_map="meta", output_loading_info=True, trust_remote_code=False
+            )
         except RuntimeError as error:
-            message = f"tensors are missing or have the wrong shape ({error})"
+            # The names are in the report that transformers logs, a table of tensor, status and details
+            rows = re.findall(r"^(\S+) +\| (?:MISSING|MISMATCH|CONVERSION) +\|(.*)", "\n".join(messages), re.MULTILINE)
+            named = f"`{rows[0][0]}` {rows[0][1].strip()}".strip() if rows else str(error)
+            message = f"tensors are missing or have another shape, among them {named}"
         else:
             missing = sorted(info["missing_keys"])
             if missing:
@@ -288,6 +301,9 @@ def write_checkpoint(
         rename: new names of the others, `None` for those to leave out.
         may_differ: write it also if the verification shows a difference.
     """
+    if verify:  # what can be wrong about it shows before work starts
+        read_windows(source, verify_text)
+        check_device(device)
     start = time.perf_counter()
     add = add or {}
     tensor_bytes = sum(tensor.nbytes for tensor in add.values())
@@ -322,7 +338,7 @@ def write_checkpoint(
             model_type=config_dict["model_type"],
             base_model_type=config_dict.get("base_model_type"),
             num_sublayers=2 * config_dict["num_hidden_layers"],
-            block_size=config_dict.get("attn_res_block_size"),
+            block_size=config.attn_res_block_size if isinstance(config, AttnResConfig) else None,
             tensors_added={name: list(tensor.shape) for name, tensor in add.items()},
             tensors_dropped=sorted(name for name in source.weight_map if rename(name) is None),
             left_behind=list(source.left_behind),
@@ -368,11 +384,11 @@ def keep_tokenizer(source: Checkpoint, folder: Path) -> list[str]:
     Returns:
         What had to be done, for the report.
     """
-    if not source.has_tokenizer:
-        return ["no tokenizer came with it"]
     sample = read_sample()
     with quiet_loading():
-        tokenizer = AutoTokenizer.from_pretrained(source.folder)
+        tokenizer = source.tokenizer()
+        if tokenizer is None:
+            return ["no tokenizer came with it, or one that runs code of its own, which was not run"]
         expected = tokenizer(sample).input_ids
         try:
             written = AutoTokenizer.from_pretrained(folder)

@@ -29,18 +29,20 @@ import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field
 from importlib import resources
+from logging import Handler
 from pathlib import Path
 
 import torch
 from huggingface_hub.utils import tqdm
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
 
 from .checkpoint import Checkpoint, open_checkpoint
 
 
 WINDOW = 64
+MAX_TOKENS = 512
 # Times the sensitivity measured with one unit in the last place at every norm. A read over depth rounds about as often
 # as a residual stream; over all families and block sizes the figure is 0.4 to 1.3. What is to be found is far larger:
 # epsilons left alone come to 100 times the rounding and more in most families (table in the README).
@@ -140,7 +142,7 @@ def verify(
     second: str | Path,
     *,
     text: str | Path | None = None,
-    max_tokens: int = 512,
+    max_tokens: int = MAX_TOKENS,
     revision: str | None = None,
     device: str = "auto",
 ) -> VerificationReport:
@@ -168,7 +170,7 @@ def verify_checkpoints(
     second: Checkpoint,
     *,
     text: str | Path | None = None,
-    max_tokens: int = 512,
+    max_tokens: int = MAX_TOKENS,
     device: str = "auto",
 ) -> VerificationReport:
     """`verify`, for checkpoints that are open already."""
@@ -178,6 +180,7 @@ def verify_checkpoints(
             f"The checkpoints cannot be compared: vocabularies of {config.vocab_size} and {other.vocab_size} tokens."
         )
     windows, text_name = read_windows(first, text, max_tokens)
+    check_device(device)
     own_dtype = config.dtype or torch.float32
     quantized = getattr(config, "quantization_config", None) is not None
     # The weights of a quantised checkpoint are made for one dtype, in which both are compared as in fp32 otherwise
@@ -240,12 +243,23 @@ def verify_checkpoints(
     )
 
 
+def check_device(device: str):
+    """Raise a `ValueError` unless `from_pretrained` can put a model there."""
+    if device not in ("auto", "balanced", "balanced_low_0", "sequential"):
+        try:
+            torch.empty(0, device=device)
+        except (RuntimeError, AssertionError) as error:
+            raise ValueError(f"`device={device!r}` cannot be used here: {str(error).splitlines()[0]}") from None
+
+
 def read_sample() -> str:
     """The built-in text."""
     return resources.files(__package__).joinpath("sample.txt").read_text(encoding="utf-8")
 
 
-def read_windows(checkpoint: Checkpoint, text: str | Path | None, max_tokens: int) -> tuple[torch.Tensor, str]:
+def read_windows(
+    checkpoint: Checkpoint, text: str | Path | None, max_tokens: int = MAX_TOKENS
+) -> tuple[torch.Tensor, str]:
     """Token ids of the text, `[windows, length]`, and what to call the text."""
     if text is None:
         content, name = read_sample(), "the built-in text"
@@ -257,15 +271,15 @@ def read_windows(checkpoint: Checkpoint, text: str | Path | None, max_tokens: in
     if max_tokens < 2:
         raise ValueError(f"`max_tokens={max_tokens}` must be at least 2.")
     bos = []
-    if checkpoint.has_tokenizer:
-        tokenizer = AutoTokenizer.from_pretrained(checkpoint.folder)
+    tokenizer = checkpoint.tokenizer()
+    if tokenizer is not None:
         ids = tokenizer(content, add_special_tokens=False).input_ids
         with_special = tokenizer("a").input_ids
         if with_special and with_special[0] == tokenizer.bos_token_id:
             bos = [tokenizer.bos_token_id]
     else:
         ids = [byte % checkpoint.config.vocab_size for byte in content.encode()]
-        name += ", its bytes as token ids for want of a tokenizer"
+        name += ", its bytes as token ids for want of a tokenizer that runs no code of its own"
     ids = ids[:max_tokens]
     if len(ids) < 2:
         raise ValueError(f"The text to verify on has {len(ids)} tokens; give one with at least 2.")
@@ -280,15 +294,20 @@ def read_windows(checkpoint: Checkpoint, text: str | Path | None, max_tokens: in
 
 
 @contextlib.contextmanager
-def quiet_loading() -> Iterator[None]:
-    """Without transformers' bars and reports: what they say is asked for and checked."""
-    verbosity, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity(logging.CRITICAL)
+def quiet_loading() -> Iterator[list[str]]:
+    """Without transformers' bars, and with its messages in a list: what they say is looked at and told otherwise."""
+    messages: list[str] = []
+    handler = Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    bars = logging.is_progress_bar_enabled()
     logging.disable_progress_bar()
+    logging.disable_default_handler()
+    logging.add_handler(handler)
     try:
-        yield
+        yield messages
     finally:
-        logging.set_verbosity(verbosity)
+        logging.remove_handler(handler)
+        logging.enable_default_handler()
         if bars:
             logging.enable_progress_bar()
 
@@ -304,6 +323,7 @@ def loaded(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Iterator[
                 checkpoint.folder,
                 dtype=dtype,
                 device_map=device,
+                trust_remote_code=False,
                 offload_folder=offload_folder,
                 output_loading_info=True,
             )

@@ -442,7 +442,7 @@ BAD_SOURCES = {
     ),
     "tensor of another shape": (
         lambda d: reshape_tensor(d, "model.layers.2.mlp.up_proj.weight"),
-        "is not a whole qwen3 checkpoint: tensors are missing or have the wrong shape",
+        r"another shape, among them `model.layers.2.mlp.up_proj.weight` .* ckpt: torch.Size\(\[47, 32\]\) vs model",
     ),
     "queries of Kimi": (
         lambda d: (
@@ -471,6 +471,35 @@ def test_bad_sources(kind, base, tmp_path, monkeypatch, capsys):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
 
+def test_an_expert_is_missing(tmp_path):
+    """In a checkpoint whose experts are fused when it is loaded."""
+    tiny_base_model("mixtral").save_pretrained(tmp_path / "base", max_shard_size="40KB")
+    drop_tensor(tmp_path / "base", "model.layers.2.block_sparse_moe.experts.0.w1.weight")
+    with pytest.raises(ValueError, match=r"tensors are missing .*`model.layers.2.mlp.experts.gate_up_proj`"):
+        convert(tmp_path / "base", tmp_path / "attnres")
+
+
+def test_code_of_strangers_is_not_run(base, tmp_path):
+    """Of a tokenizer and of a model, both of which ask for it."""
+    witness = tmp_path / "witness"
+    for name in ("tokenization_mine", "modeling_mine", "configuration_mine"):
+        (base / f"{name}.py").write_text(f"open({str(witness)!r}, 'w')")
+    edit_json(base / "tokenizer_config.json", auto_map={"AutoTokenizer": ["tokenization_mine.Mine", None]})
+    auto_map = {"AutoConfig": "configuration_mine.C", "AutoModelForCausalLM": "modeling_mine.M"}
+    edit_json(base / "config.json", auto_map=auto_map)
+    edit_json(base / "tokenizer_config.json", tokenizer_class="Mine")
+    (base / "tokenizer.json").unlink()
+    report = convert(base, tmp_path / "attnres", num_blocks=2)
+    assert report.verification.equal and "its bytes as token ids" in report.verification.text
+    assert "one that runs code of its own, which was not run" in report.notes[0]
+    assert "auto_map" not in json.loads((tmp_path / "attnres/config.json").read_text())
+    assert (tmp_path / "attnres/tokenization_mine.py").exists() and not witness.exists()
+    edit_json(base / "config.json", model_type="mine")
+    with pytest.raises(ValueError, match="trust_remote_code"):
+        verify(base, tmp_path / "attnres")
+    assert not witness.exists()
+
+
 def fill(path):
     path.mkdir()
     (path / "file").write_text("")
@@ -496,7 +525,12 @@ def fill(path):
         (["base", "out", "--verify-text", "nowhere.txt"], "nowhere.txt"),
         (["base", "out", "--verify-text", "full/file"], "has 0 tokens; give one with at least 2"),
         (["base", "out", "--verify-text", "base/model-00001-of-00003.safetensors"], "is not UTF-8 text"),
-        (["base", "out", "--device", "nonsense"], "nonsense"),
+        (["base", "out", "--device", "nonsense"], "`device='nonsense'` cannot be used here: "),
+        pytest.param(
+            ["base", "out", "--device", "cuda"],
+            "`device='cuda'` cannot be used here: ",
+            marks=pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU"),
+        ),
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )

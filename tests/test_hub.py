@@ -233,6 +233,14 @@ def test_what_the_hub_refuses(arguments, message, crowded_hub, tmp_path):
     assert "tester/new" not in crowded_hub.repos and len(crowded_hub.commits("tester/base")) == commits
 
 
+def test_no_hub(crowded_hub):
+    unreachable = type(
+        "Hub", (), {"env": lambda self: {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}, "token": "hf"}
+    )()
+    printed = attnres(unreachable, "push", crowded_hub.root.parent / "model", "tester/new", code=1)
+    assert "The Hub cannot be reached: " in printed and "Traceback" not in printed
+
+
 # --- cards
 
 

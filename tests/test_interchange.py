@@ -315,7 +315,7 @@ def test_fla(kind, tmp_path, input_ids):
         ({"hidden_size": 128}, r"has shape \[1, 64\], not 128 numbers"),
         ({"hidden_size": 60}, r"config.json of .* is not valid"),
         ({"num_hidden_layers": "4"}, r"config.json of .* is not valid"),
-        ({"intermediate_size": 80}, "is not a whole attnres checkpoint: tensors are missing or have the wrong shape"),
+        ({"intermediate_size": 80}, "is not a whole attnres checkpoint: tensors are missing or have another shape"),
         ({"model_type": "mamba"}, r"\(a `mamba`\) is neither fla's `transformer` nor"),
     ],
     ids=str,
