@@ -285,6 +285,7 @@ class AttnResConfig(PreTrainedConfig):
             kwargs["attn_res_block_size"] = block_size
 
         values = {name: value for name, value in copy.deepcopy(vars(base_config)).items() if not name.startswith("_")}
+        values.pop("auto_map", None)  # names the base's code
         values["architectures"] = _rename_architectures(values["architectures"], base_config.model_type, to_base=False)
         values.update(kwargs, base_model_type=base_config.model_type, model_type=cls.model_type)
         config = cls.from_dict(values)

@@ -97,15 +97,13 @@ class Checkpoint:
         return sum((self.folder / name).stat().st_size for name in [*self.shards, *self.companions])
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer, unless none came with it or it would have to run code of its own."""
+        """The tokenizer; `None` if there is none that loads here, and without running code of its own."""
         if not {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"} & set(self.companions):
             return None
         try:
             return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
-        except ValueError as error:
-            if "trust_remote_code" in str(error):
-                return None
-            raise
+        except (ValueError, OSError, ImportError):
+            return None
 
     def tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
         """Some of the tensors, in memory."""

@@ -388,7 +388,7 @@ def keep_tokenizer(source: Checkpoint, folder: Path) -> list[str]:
     with quiet_loading():
         tokenizer = source.tokenizer()
         if tokenizer is None:
-            return ["no tokenizer came with it, or one that runs code of its own, which was not run"]
+            return ["no tokenizer came with it that loads here, and without running code of its own"]
         expected = tokenizer(sample).input_ids
         try:
             written = AutoTokenizer.from_pretrained(folder)

@@ -279,7 +279,7 @@ def read_windows(
             bos = [tokenizer.bos_token_id]
     else:
         ids = [byte % checkpoint.config.vocab_size for byte in content.encode()]
-        name += ", its bytes as token ids for want of a tokenizer that runs no code of its own"
+        name += ", its bytes as token ids for want of a tokenizer that loads here"
     ids = ids[:max_tokens]
     if len(ids) < 2:
         raise ValueError(f"The text to verify on has {len(ids)} tokens; give one with at least 2.")

@@ -491,7 +491,7 @@ def test_code_of_strangers_is_not_run(base, tmp_path):
     (base / "tokenizer.json").unlink()
     report = convert(base, tmp_path / "attnres", num_blocks=2)
     assert report.verification.equal and "its bytes as token ids" in report.verification.text
-    assert "one that runs code of its own, which was not run" in report.notes[0]
+    assert "no tokenizer came with it that loads here" in report.notes[0]
     assert "auto_map" not in json.loads((tmp_path / "attnres/config.json").read_text())
     assert (tmp_path / "attnres/tokenization_mine.py").exists() and not witness.exists()
     edit_json(base / "config.json", model_type="mine")

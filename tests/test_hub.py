@@ -234,10 +234,8 @@ def test_what_the_hub_refuses(arguments, message, crowded_hub, tmp_path):
 
 
 def test_no_hub(crowded_hub):
-    unreachable = type(
-        "Hub", (), {"env": lambda self: {"HF_ENDPOINT": "http://127.0.0.1:9", "HF_HUB_OFFLINE": "0"}, "token": "hf"}
-    )()
-    printed = attnres(unreachable, "push", crowded_hub.root.parent / "model", "tester/new", code=1)
+    command = [sys.executable, "-m", "attnres.cli", "push", crowded_hub.root.parent / "model", "tester/new"]
+    printed = process(crowded_hub, "env", "HF_ENDPOINT=http://127.0.0.1:9", *command, code=1)
     assert "The Hub cannot be reached: " in printed and "Traceback" not in printed
 
 
