@@ -215,14 +215,14 @@ def test_pipeline_stages(family, input_ids):
                 torch.testing.assert_close(model.final_read(partial, received), model.final_read(partial, blocks))
                 blocks = received if start == 0 else blocks
             actual = model.norm(model.final_read(partial, blocks))
-        torch.testing.assert_close(actual, expected)
+        assert relative_error(actual, expected) < 5e-6  # two orders of summation, as in `test_family`
     # a stage that trains behind one that does not
     with torch.no_grad():
         partial, blocks = model.run_layers(0, 2, model.embed_tokens(input_ids), ())
     partial, blocks = model.run_layers(2, 4, partial, blocks)
     actual = model.norm(model.final_read(partial, blocks))
     actual.sum().backward()
-    torch.testing.assert_close(actual, expected)
+    assert relative_error(actual, expected) < 5e-6
 
 
 def test_two_models_of_one_kv_cache_class_do_not_mix():
