@@ -21,6 +21,7 @@ import typer
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
+from rich.table import Table
 
 
 if TYPE_CHECKING:
@@ -167,6 +168,73 @@ def export(
     show(export_checkpoint(source, destination, naming, force=force, revision=revision), destination)
 
 
+@app.command("eval")
+def eval_(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="The first is the baseline.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for samples, tables and plots.")] = Path(
+        "eval"
+    ),
+    suite: Annotated[str | None, typer.Option(help="paper, core, quick, or a YAML file.")] = None,
+    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, separated by commas.")] = None,
+    peft: Annotated[str | None, typer.Option(help="Adapter on the last model.")] = None,
+    limit: Annotated[int | None, typer.Option(min=1, help="Documents per task, to try things out.")] = None,
+    batch_size: Annotated[str, typer.Option(help="A number, or auto.")] = "1",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:0 ... [default: a GPU if there is one]")] = None,
+    dtype: Annotated[str, typer.Option(help="auto is that of the checkpoint.")] = "auto",
+    chat_template: Annotated[bool, typer.Option("--chat-template", help="Apply the chat template.")] = False,
+    seed: Annotated[int, typer.Option(help="Of the examples in prompts and of the resampling.")] = 0,
+    data_root: Annotated[Path | None, typer.Option(help="Folder with data sets named like the Hub's.")] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Folder with further tasks of lm-eval.")] = None,
+    backend: Annotated[str, typer.Option(help="hf or vllm.")] = "hf",
+    allow_code_execution: Annotated[
+        bool, typer.Option("--allow-code-execution", help="Run programs that the models write, in a sandbox.")
+    ] = False,
+    prefetch: Annotated[bool, typer.Option("--prefetch", help="Only download models and data.")] = False,
+):
+    """Evaluate models with lm-eval and compare them with the first one. Exit code 3 if benchmarks were skipped."""
+    from .eval import EvalModel, EvalOptions, evaluate
+    from .eval import prefetch as fetch
+
+    names = tasks.split(",") if tasks else []
+    if prefetch:
+        there, skipped = fetch(models, suite=suite, tasks=names)
+        console.print(f"There now: {', '.join(there)}", highlight=False)
+    else:
+        described = [EvalModel(model) for model in models]
+        if peft is not None:
+            described[-1] = EvalModel(models[-1], peft=peft)
+        options = EvalOptions(limit=limit, apply_chat_template=chat_template, seed=seed, dtype=dtype, backend=backend)
+        results = evaluate(
+            described,
+            output,
+            suite=suite,
+            tasks=names,
+            options=options,
+            device=device,
+            batch_size=int(batch_size) if batch_size.isdecimal() else batch_size,
+            data_root=data_root,
+            include_path=include_path,
+            allow_code_execution=allow_code_execution,
+        )
+        console.print(scores(results))
+        console.print(f"Wrote {output}/results.json, table.md, the samples and plots", highlight=False)
+        skipped = results["skipped"]
+    for name, reason in skipped.items():
+        console.print(f"[yellow]Skipped[/] {escape(name)}: {escape(reason)}", highlight=False)
+    if skipped:
+        raise typer.Exit(3)
+
+
+@app.command()
+def report(folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of `attnres eval`.")]):
+    """Write the tables and plots of finished evaluations anew, without running anything."""
+    from .eval.report import rebuild
+
+    for folder in folders:
+        for path in rebuild(folder):
+            console.print(f"Wrote {path}", highlight=False)
+
+
 @app.command()
 def card(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an AttnRes checkpoint.")],
@@ -191,6 +259,19 @@ def push(
 
     commit = push(folder, repo_id, private=private)
     console.print(f"Pushed to {commit.repo_url}, commit {commit.oid}", highlight=False)
+
+
+def scores(results: dict) -> Table:
+    """What fits a terminal of an evaluation; `table.md` has the rest."""
+    names = [model["name"] for model in results["models"]]
+    table = Table("", *names, *(f"{name} - {names[0]}" for name in names[1:]), title="Scores in percent")
+    for row in results["rows"]:
+        cells = [f"{100 * score:.1f} ± {100 * error:.1f}" for score, error in row["scores"]]
+        for comparison in row["comparisons"]:
+            low, high = comparison["interval"]
+            cells.append(f"{100 * comparison['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})")
+        table.add_row(row["benchmark"]["name"], *cells)
+    return table
 
 
 def show(report: "ConversionReport", destination: Path):

@@ -1,0 +1,181 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Benchmarks of lm-eval on one or more models, paired, with the paper's table beside them."""
+
+import contextlib
+import os
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+
+from . import report
+from .harness import (
+    Benchmark,
+    EvalModel,
+    EvalOptions,
+    Unavailable,
+    benchmarks_of_tasks,
+    load_model,
+    load_suite,
+    load_tasks,
+    run,
+    task_manager,
+)
+
+
+__all__ = ["Benchmark", "EvalModel", "EvalOptions", "evaluate", "load_suite", "prefetch"]
+
+
+def evaluate(
+    models: list[str | EvalModel],
+    output: str | Path,
+    *,
+    suite: str | Path | None = None,
+    tasks: list[str] | None = None,
+    options: EvalOptions | None = None,
+    device: str | None = None,
+    batch_size: int | str = 1,
+    data_root: str | Path | None = None,
+    include_path: str | Path | None = None,
+    allow_code_execution: bool = False,
+    make_model: Callable = load_model,
+) -> dict[str, Any]:
+    """Evaluate models on a suite or on tasks of lm-eval, and compare all of them with the first one.
+
+    What is finished is saved at once; a later call with the same output folder goes on from there.
+
+    Args:
+        models: folders or Hub ids.
+        output: folder for samples, `results.json`, `table.md` and the plots.
+        suite: `paper`, `core`, `quick` or a YAML file with rows like theirs.
+        tasks: names of tasks of lm-eval, in place of a suite or beside it.
+        device: by default a GPU if there is one.
+        data_root: a folder with data sets in folders named like the Hub's; relative to it they are looked up first.
+        include_path: a folder with further tasks of lm-eval.
+        allow_code_execution: run benchmarks that execute generated code.
+
+    Returns:
+        The content of `results.json`.
+
+    Raises:
+        ValueError: for what does not exist or contradicts itself, before any model is loaded.
+    """
+    models = [absolute(EvalModel(model) if isinstance(model, str) else model) for model in models]
+    if not models:
+        raise ValueError("There is no model to evaluate.")
+    options = options or EvalOptions()
+    manager = task_manager(None if include_path is None else Path(include_path).absolute())
+    benchmarks = load_suite(suite) if suite is not None else []
+    benchmarks += benchmarks_of_tasks(tasks or [], manager)
+    if not benchmarks:
+        raise ValueError("There is nothing to evaluate on: give a suite or tasks.")
+    names = [benchmark.name for benchmark in benchmarks]
+    if len(set(names)) < len(names):
+        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` is there twice.")
+    if data_root is not None and not Path(data_root).is_dir():
+        raise ValueError(f"`data_root={str(data_root)!r}` is no folder.")
+
+    if options.backend not in ("hf", "vllm"):
+        raise ValueError(f"`backend={options.backend!r}` is neither hf nor vllm.")
+    for model in models:
+        if model.path.startswith((".", "/", "~")) and not Path(model.path).is_dir():
+            raise ValueError(f"There is no folder `{model.path}`.")
+    output = Path(output).expanduser().absolute()
+    output.mkdir(parents=True, exist_ok=True)
+    with surroundings(data_root, allow_code_execution):
+        finished, skipped = run(
+            models,
+            benchmarks,
+            output,
+            options=options,
+            manager=manager,
+            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            batch_size=batch_size,
+            allow_code_execution=allow_code_execution,
+            make_model=make_model,
+        )
+    results = report.summarize(models, benchmarks, finished, skipped, output, options)
+    if int(os.environ.get("RANK", "0")) == 0:
+        report.write(results, output)
+    return results
+
+
+def prefetch(
+    models: list[str], *, suite: str | Path | None = None, tasks: list[str] | None = None
+) -> tuple[list[str], dict[str, str]]:
+    """Download models and the data of benchmarks into their caches, for a machine without internet.
+
+    Returns:
+        Names of what is there now, and the reasons why other benchmarks are not.
+    """
+    manager = task_manager()
+    benchmarks = (load_suite(suite) if suite is not None else []) + benchmarks_of_tasks(tasks or [], manager)
+    there, skipped = [], {}
+    for model in models:
+        if not Path(model).is_dir():
+            snapshot_download(model)
+        there.append(model)
+    with surroundings(None, allow_code_execution=True):
+        for benchmark in benchmarks:
+            try:
+                load_tasks(benchmark, manager)
+                there.append(benchmark.name)
+            except Unavailable as error:
+                skipped[benchmark.name] = str(error)
+    return there, skipped
+
+
+def absolute(model: EvalModel) -> EvalModel:
+    """With folders that do not depend on where the process is."""
+    folders = {
+        name: str(Path(path).expanduser().absolute())
+        for name, path in (("path", model.path), ("peft", model.peft))
+        if path is not None and Path(path).expanduser().is_dir()
+    }
+    return replace(model, **folders)
+
+
+@contextlib.contextmanager
+def surroundings(data_root: str | Path | None, allow_code_execution: bool) -> Iterator[None]:
+    """A working directory in which data sets are found in `data_root`, and the metric of generated code is ours.
+
+    `load_dataset("a/b")` takes a folder `a/b` of the working directory first, and so does `evaluate.load`. `datasets`
+    caches what it reads from a folder by its base name, so another root could give its rows: the cache is a new one.
+    """
+    if data_root is None and not allow_code_execution:
+        yield
+        return
+    import datasets
+
+    previous, cache = Path.cwd(), datasets.config.HF_DATASETS_CACHE
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        for path in Path(data_root).absolute().iterdir() if data_root is not None else ():
+            Path(folder, path.name).symlink_to(path)
+        if allow_code_execution:
+            code_eval = resources.files(__package__).joinpath("code_eval")
+            Path(folder, "code_eval").symlink_to(Path(str(code_eval)))
+        os.chdir(folder)
+        if data_root is not None:
+            datasets.config.HF_DATASETS_CACHE = str(Path(folder, ".cache"))
+        try:
+            yield
+        finally:
+            datasets.config.HF_DATASETS_CACHE = cache
+            os.chdir(previous)

@@ -1,0 +1,180 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What a comparison leaves: `results.json`, `table.md` and a forest plot, all made from the saved samples alone.
+
+`results.json` (schema 1) holds
+
+- `models`: name and identity (files, options, versions) of every model; the first one is the baseline;
+- `rows`: per benchmark its definition, number of documents, `scores` ([score, standard error] per model) and
+  `comparisons` of every other model with the baseline, with `p_holm` corrected over all rows;
+- `skipped`: benchmarks that were not run, with the reason.
+"""
+
+import json
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+
+matplotlib.use("Agg")
+
+from matplotlib import pyplot as plt
+
+from .harness import Benchmark, EvalModel, EvalOptions, Finished, ModelResults
+from .statistics import compare, holm, score
+
+
+# Of Okabe and Ito's palette, which colour-blind people can tell apart
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
+
+LEGEND = """\
+Scores in percent ± standard error; differences with the paired bootstrap's 95 % interval; p of McNemar's exact test
+where scores are 0 or 1, else of a paired permutation test; * below 0.05 after Holm's correction over the rows. The
+paper's models are its 48B ones, not those compared here, and the numbers of examples in the prompt are ours."""
+
+
+def summarize(
+    models: list[EvalModel],
+    benchmarks: list[Benchmark],
+    finished: dict[str, list[Finished]],
+    skipped: dict[str, str],
+    output: Path,
+    options: EvalOptions,
+) -> dict[str, Any]:
+    """The content of `results.json`."""
+    rows = []
+    for benchmark in benchmarks:
+        if benchmark.name not in finished:
+            continue
+        results = finished[benchmark.name]
+        scores = [result.scores() for result in results]
+        comparisons = [asdict(compare(scores[0], other, options.seed)) for other in scores[1:]]
+        rows.append(
+            {
+                "benchmark": asdict(benchmark),
+                "metric": results[0].metric,
+                "filter": results[0].filter,
+                "num_fewshot": results[0].num_fewshot,
+                "task_versions": results[0].task_versions,
+                "num_documents": len(results[0].samples),
+                "scores": [list(score(by_task)) for by_task in scores],
+                "comparisons": comparisons,
+            }
+        )
+    for i in range(len(models) - 1):
+        corrected = holm([row["comparisons"][i]["p_value"] for row in rows])
+        for row, p_value in zip(rows, corrected):
+            row["comparisons"][i]["p_holm"] = p_value
+    return {
+        "schema": 1,
+        "models": [
+            {"name": name, "identity": ModelResults(output, model, options).identity}
+            for name, model in zip(model_names(models), models)
+        ],
+        "rows": rows,
+        "skipped": skipped,
+    }
+
+
+def model_names(models: list[EvalModel]) -> list[str]:
+    """Names to show; where two are called the same, with their number."""
+    names = [model.name for model in models]
+    return [name if names.count(name) == 1 else f"{name} ({i})" for i, name in enumerate(names, start=1)]
+
+
+def table(results: dict[str, Any]) -> str:
+    """`table.md`: the paper's columns beside ours."""
+    names = [model["name"] for model in results["models"]]
+    lines = []
+    header = ["benchmark", "examples", "documents", *names]
+    header += [f"{name} - {names[0]}" for name in names[1:]] + [f"p, {name}" for name in names[1:]]
+    header += ["paper: PreNorm", "paper: AttnRes"]
+    lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
+    for row in results["rows"]:
+        shots = sorted(set(row["num_fewshot"].values()))
+        cells = [row["benchmark"]["name"], "/".join(map(str, shots)), str(row["num_documents"])]
+        cells += [f"{100 * value:.1f} ± {100 * error:.1f}" for value, error in row["scores"]]
+        for comparison in row["comparisons"]:
+            low, high = comparison["interval"]
+            cells.append(f"{100 * comparison['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})")
+        for comparison in row["comparisons"]:
+            star = " *" if comparison["p_holm"] < 0.05 else ""
+            cells.append(f"{comparison['p_value']:.2g}{star}")
+        cells += [f"{figure:.1f}" for figure in row["benchmark"]["paper"] or ()] or ["", ""]
+        lines.append("| " + " | ".join(cells) + " |")
+    lines += ["", LEGEND]
+    lines += [f"- {name} was skipped: {reason}" for name, reason in results["skipped"].items()]
+    return "\n".join(lines) + "\n"
+
+
+def forest_plot(results: dict[str, Any], output: Path) -> list[Path]:
+    """Differences to the baseline with their intervals, as PNG and SVG; nothing for one model alone."""
+    names = [model["name"] for model in results["models"]]
+    rows = results["rows"]
+    if len(names) < 2 or not rows:
+        return []
+    plt.rcParams["svg.hashsalt"] = "attnres"  # the same results, the same file
+    figure, axes = plt.subplots(figsize=(7, 1.4 + 0.42 * len(rows)), layout="constrained")
+    for i, name in enumerate(names[1:]):
+        shift = 0.25 * (i - (len(names) - 2) / 2)
+        for y, row in enumerate(rows):
+            comparison = row["comparisons"][i]
+            low, high = (100 * bound for bound in comparison["interval"])
+            difference = 100 * comparison["difference"]
+            colour = COLOURS[i % len(COLOURS)]
+            axes.plot([low, high], [y + shift] * 2, color=colour, linewidth=1.8, solid_capstyle="butt")
+            filled = colour if comparison["p_holm"] < 0.05 else "white"
+            label = name if y == 0 else None
+            axes.plot(difference, y + shift, "o", color=colour, markerfacecolor=filled, markersize=6, label=label)
+    papers = [(y, row["benchmark"]["paper"]) for y, row in enumerate(rows) if row["benchmark"]["paper"]]
+    if papers:
+        ys, differences = zip(*((y, after - before) for y, (before, after) in papers))
+        axes.plot(differences, ys, "|", color="#555555", markersize=12, markeredgewidth=1.6, label="paper (48B)")
+    axes.axvline(0, color="#999999", linewidth=1)
+    axes.set_yticks(range(len(rows)), [f"{row['benchmark']['name']} (n={row['num_documents']})" for row in rows])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    axes.set_xlabel(f"difference to {names[0]} in percentage points, 95 % interval")
+    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18 - 0.5 / len(rows)), ncols=3, frameon=False)
+    axes.spines[["top", "right", "left"]].set_visible(False)
+    axes.tick_params(axis="y", length=0)
+    paths = [output / "differences.png", output / "differences.svg"]
+    for path in paths:
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, dpi=160, metadata=metadata, bbox_inches="tight")
+    plt.close(figure)
+    return paths
+
+
+def write(results: dict[str, Any], output: Path) -> list[Path]:
+    """Write all of it into a folder and return the paths."""
+    (output / "results.json").write_text(json.dumps(results, indent=2, default=list) + "\n", encoding="utf-8")
+    (output / "table.md").write_text(table(results), encoding="utf-8")
+    return [output / "results.json", output / "table.md", *forest_plot(results, output)]
+
+
+def rebuild(folder: Path) -> list[Path]:
+    """Write tables and plots anew from the `results.json` in a folder.
+
+    Raises:
+        ValueError: if there is none, or of another schema.
+    """
+    path = folder / "results.json"
+    if not path.exists():
+        raise ValueError(f"`{folder}` holds no results.json; `attnres eval` writes one.")
+    results = json.loads(path.read_text(encoding="utf-8"))
+    if results.get("schema") != 1:
+        raise ValueError(f"`{path}` has schema {results.get('schema')!r}, this version reads 1.")
+    return write(results, folder)

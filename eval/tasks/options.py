@@ -1,0 +1,33 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Options of GPQA in an order that is a function of the question alone."""
+
+import hashlib
+import random
+
+from datasets import Dataset
+
+
+def in_fixed_order(dataset: Dataset) -> Dataset:
+    """Adds `options`, the answers in an order that a hash of the question gives, and `answer`, where the right is."""
+
+    def shuffle(doc):
+        right = doc["Correct Answer"].strip()
+        options = [right, *(doc[f"Incorrect Answer {i}"].strip() for i in (1, 2, 3))]
+        seed = int.from_bytes(hashlib.sha256(doc["Question"].encode()).digest()[:8], "big")
+        order = list(range(4))
+        random.Random(seed).shuffle(order)
+        return {"options": [options[i] for i in order], "answer": order.index(0)}
+
+    return dataset.map(shuffle, load_from_cache_file=False)

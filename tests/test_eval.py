@@ -1,0 +1,320 @@
+"""`attnres eval`: the real tasks of lm-eval on made-up data in their schemas, answered by who knows the answers."""
+
+import json
+import os
+import shutil
+
+import numpy as np
+import pytest
+from benchmark_data import Answerer, tasks_without_data, write_data_root
+from tiny_models import convert, randomize_queries, tiny_base_model
+
+from attnres.cli import main
+from attnres.conversion.parity import read_sample
+from attnres.demo import train_tokenizer
+from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite, surroundings
+from attnres.eval.harness import ModelResults, task_manager
+from attnres.eval.report import rebuild
+from attnres.eval.sandbox import run_program
+from attnres.eval.statistics import bootstrap_interval, compare, holm, score
+
+
+@pytest.fixture(scope="module")
+def manager():
+    return task_manager()
+
+
+@pytest.fixture(scope="module")
+def paper(manager, tmp_path_factory):
+    """The data of all rows of `paper` as files, and the tasks that know their answers."""
+    names = [task for benchmark in load_suite("paper") for task in benchmark.tasks]
+    with surroundings(None, allow_code_execution=True):
+        tasks = tasks_without_data(manager, names, 4, pytest.MonkeyPatch())
+    root = tmp_path_factory.mktemp("data")
+    write_data_root(root, tasks.values(), 4)
+    return root, list(tasks.values())
+
+
+@pytest.fixture
+def quick_eval(paper, tmp_path):
+    """Evaluates named answerers on the rows of `quick`; the name says which documents one gets wrong."""
+    root, tasks = paper
+    answerers = {}
+
+    def make_model(model, options, device, batch_size):
+        wrong = {"right": (), "wrong": range(1000), "some": (1, 4, 7), "other": (2, 4)}[model.path]
+        answerers[model.path] = Answerer(tasks, lambda task, doc_id: doc_id in wrong)
+        return answerers[model.path]
+
+    def run(*models, output=tmp_path / "out", suite="quick", **kwargs):
+        return evaluate(list(models), output, suite=suite, data_root=root, make_model=make_model, **kwargs)
+
+    run.answerers = answerers
+    return run
+
+
+def test_right_and_wrong_answers_on_every_row(paper, tmp_path):
+    """Through every prompt, filter and metric of the paper's table, generated programs included."""
+    root, tasks = paper
+    results = evaluate(
+        ["right", "wrong"],
+        tmp_path,
+        suite="paper",
+        data_root=root,
+        allow_code_execution=True,
+        make_model=lambda model, *args: Answerer(tasks, lambda task, doc_id: model.path == "wrong"),
+    )
+    assert [row["benchmark"]["name"] for row in results["rows"]] == [row.name for row in load_suite("paper")]
+    assert not results["skipped"] and len(results["rows"]) == 15
+    for row in results["rows"]:
+        assert row["scores"][0] == [1.0, 0.0] and row["scores"][1] == [0.0, 0.0], row["benchmark"]["name"]
+        assert row["comparisons"][0]["difference"] == -1.0
+    # a rerun takes everything from the files, and the report from its own
+    again = evaluate(
+        ["right", "wrong"], tmp_path, suite="paper", data_root=root, allow_code_execution=True, make_model=None
+    )
+    assert again == results
+    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    assert before.keys() == {"results.json", "table.md", "differences.png", "differences.svg"}
+    for path in rebuild(tmp_path):
+        assert path.suffix == ".png" or path.read_bytes() == before[path.name]
+
+
+def test_planted_errors(quick_eval):
+    results = quick_eval("right", "some")
+    arc, hellaswag = results["rows"]
+    assert arc["num_documents"] == 4 and arc["comparisons"][0]["difference"] == -1 / 4  # document 1
+    row = hellaswag["comparisons"][0]
+    assert hellaswag["num_documents"] == 30 and row["difference"] == pytest.approx(-3 / 30)
+    assert hellaswag["scores"][1][1] == pytest.approx(np.std([1] * 27 + [0] * 3, ddof=1) / 30**0.5)
+    assert row["p_value"] == pytest.approx(2 * 0.5**3)  # three documents, all to one side
+    assert row["p_holm"] == pytest.approx(2 * row["p_value"])  # the smaller one of two
+    assert row["interval"][0] == pytest.approx(-0.2, abs=0.04) and -0.04 < row["interval"][1] <= 0
+
+
+def test_identical_models(quick_eval):
+    for row in quick_eval("some", EvalModel("some", revision="again"))["rows"]:
+        comparison = row["comparisons"][0]
+        assert comparison["difference"] == 0 and comparison["interval"] == (0, 0)
+        assert comparison["p_value"] == comparison["p_holm"] == 1
+
+
+def test_swapping_the_models_swaps_the_signs(quick_eval, tmp_path):
+    there = quick_eval("some", "other", "right")
+    back = quick_eval("other", "some", output=tmp_path / "back")
+    shared = quick_eval("other", "some")  # from the files of the first
+    assert shared == back
+    for a, b in zip(there["rows"], back["rows"]):
+        assert a["scores"][:2] == b["scores"][::-1]
+        assert a["comparisons"][0]["difference"] == -b["comparisons"][0]["difference"]
+        assert a["comparisons"][0]["p_value"] == b["comparisons"][0]["p_value"]
+        assert len(a["comparisons"]) == 2
+
+
+def test_interrupted(quick_eval, tmp_path, monkeypatch):
+    """Killed between two benchmarks: what was finished is not run again, and the result is the same."""
+    whole = quick_eval("right", "some", output=tmp_path / "whole")
+    save = ModelResults.save
+
+    def save_and_die(self, benchmark, finished):
+        if "some" in str(self.folder) and benchmark.name == "HellaSwag":
+            raise KeyboardInterrupt
+        save(self, benchmark, finished)
+
+    monkeypatch.setattr(ModelResults, "save", save_and_die)
+    with pytest.raises(KeyboardInterrupt):
+        quick_eval("right", "some")
+    assert not (tmp_path / "out/results.json").exists()
+    monkeypatch.setattr(ModelResults, "save", save)
+    quick_eval.answerers.clear()
+    assert quick_eval("right", "some") == whole
+    assert quick_eval.answerers.keys() == {"some"}
+    assert {task for task, _ in quick_eval.answerers["some"].asked} == {"hellaswag"}
+    for name in ("results.json", "table.md"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_changed_samples_are_run_again(quick_eval, tmp_path):
+    quick_eval("right")
+    path = next((tmp_path / "out/models").glob("right-*/ARC*.jsonl"))
+    path.write_text(path.read_text().replace('"score": 1.0', '"score": 0.0', 1))
+    quick_eval.answerers.clear()
+    assert quick_eval("right")["rows"][0]["scores"][0][0] == 1.0
+    assert {task for task, _ in quick_eval.answerers["right"].asked} == {"arc_challenge"}
+
+
+def test_options_are_part_of_what_is_remembered(quick_eval):
+    assert quick_eval("right")["rows"][1]["num_documents"] == 30
+    assert quick_eval("right", options=EvalOptions(limit=2))["rows"][1]["num_documents"] == 2
+
+
+def test_missing_data_skips_a_row(quick_eval, paper, tmp_path):
+    root = tmp_path / "part"
+    shutil.copytree(paper[0] / "Rowan", root / "Rowan")
+    results = evaluate(
+        ["right"], tmp_path / "out", suite="quick", data_root=root, make_model=lambda *args: Answerer(paper[1])
+    )
+    assert [row["benchmark"]["name"] for row in results["rows"]] == ["HellaSwag"]
+    assert "To mend it: " in results["skipped"]["ARC-Challenge"]
+    assert "ARC-Challenge was skipped" in (tmp_path / "out/table.md").read_text()
+
+
+def test_gpqa_options_do_not_depend_on_the_process(paper, manager):
+    """The same order each time, and the right answer at every place."""
+    orders = []
+    for _ in range(2):
+        np.random.seed(len(orders))
+        tasks = tasks_without_data(manager, ["attnres_gpqa_diamond"], 4, pytest.MonkeyPatch())
+        orders.append([(doc["options"], doc["answer"]) for doc in tasks["attnres_gpqa_diamond"].validation_docs()])
+    assert orders[0] == orders[1] and {answer for _, answer in orders[0]} == {0, 1, 2, 3}
+
+
+# --- the program
+
+
+@pytest.fixture(scope="module")
+def checkpoints(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
+    base_model = tiny_base_model("llama", vocab_size=len(tokenizer))
+    for name, model in (("base", base_model), ("trained", randomize_queries(convert(base_model, 3), 2.0))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def attnres(monkeypatch, *args) -> int:
+    monkeypatch.setattr("sys.argv", ["attnres", *map(str, args)])
+    try:
+        main()
+    except SystemExit as exit:
+        return exit.code or 0
+    return 0
+
+
+def test_command_line(checkpoints, paper, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    models = [checkpoints / "base", checkpoints / "trained"]
+    arguments = ["eval", *models, "-o", "out", "--suite", "quick", "--data-root", paper[0], "--limit", 4]
+    assert attnres(monkeypatch, *arguments) == 0
+    printed = capsys.readouterr().out
+    assert "HellaSwag" in printed and "trained" in printed
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    assert [model["name"] for model in results["models"]] == ["base", "trained"]
+    assert str(checkpoints) not in (tmp_path / "out/results.json").read_text()
+    table = (tmp_path / "out/table.md").read_text()
+    assert "| 83.2 | 83.4 |" in table
+    (tmp_path / "out/table.md").unlink()
+    assert attnres(monkeypatch, "report", "out") == 0
+    assert (tmp_path / "out/table.md").read_text() == table
+    # a row that is skipped shows in the exit code
+    assert (
+        attnres(monkeypatch, *arguments[:3], "-o", "out2", "--suite", "core", "--data-root", paper[0] / "Rowan") == 3
+    )
+    assert "HumanEval: it runs generated code; `--allow-code-execution` allows that" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (["eval", "./nowhere", "--suite", "quick"], "There is no folder `./nowhere`"),
+        (["eval", "model"], "There is nothing to evaluate on: give a suite or tasks"),
+        (["eval", "model", "--suite", "best"], "`suite='best'` is neither one of paper, core, quick nor a file"),
+        (["eval", "model", "--tasks", "arc_chalenge"], "`arc_chalenge` is not a task of lm-eval"),
+        (["eval", "model", "--suite", "quick", "--data-root", "nowhere"], "`data_root='nowhere'` is no folder"),
+        (["eval", "model", "--suite", "quick", "--backend", "x"], "`backend='x'` is neither hf nor vllm"),
+        (["eval", "model", "--suite", "bad.yaml"], "is not a benchmark: it needs name, tasks (a list) and metric"),
+        (["eval", "model", "--suite", "odd.yaml"], "unexpected keyword argument 'shots'"),
+        (["report", "nowhere"], "`nowhere` holds no results.json; `attnres eval` writes one"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_bad_input(arguments, message, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "bad.yaml").write_text("- mmlu\n")
+    (tmp_path / "odd.yaml").write_text("- {name: x, tasks: [mmlu], metric: acc, shots: 5}\n")
+    before = sorted(os.listdir())
+    assert attnres(monkeypatch, *arguments) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error and "Traceback" not in error
+    assert sorted(os.listdir()) == before
+
+
+# --- statistics
+
+
+def test_comparison_by_hand():
+    first = {"a": np.array([1, 1, 0, 0, 1.0]), "b": np.array([0, 0, 1.0])}
+    second = {"a": np.array([1, 0, 1, 1, 1.0]), "b": np.array([1, 1, 1.0])}
+    result = compare(first, second)
+    assert result.difference == pytest.approx(3 / 8) and result.test == "McNemar, exact"
+    assert result.p_value == pytest.approx(2 * (1 + 5) / 2**5)  # 4 of 5 to one side
+    assert score(first)[0] == 0.5
+    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
+    with pytest.raises(ValueError, match="not paired"):
+        compare(first, {"a": first["a"]})
+
+
+def test_scores_that_are_not_zero_or_one():
+    a = np.linspace(0.1, 0.5, 12)
+    assert compare({"x": a}, {"x": a}).p_value == 1
+    better = compare({"x": a}, {"x": a + 0.1})
+    assert better.test == "paired permutation" and better.p_value == pytest.approx(2 / 2**12, abs=1e-3)
+
+
+def test_interval_covers():
+    """In 95 of 100 experiments, with strata of unequal size and difficulty."""
+    generator = np.random.default_rng(0)
+    probabilities, sizes = [(0.1, 0.05), (0.3, 0.1), (0.05, 0.2)], [40, 80, 120]
+    truth = sum(size * (up - down) for size, (up, down) in zip(sizes, probabilities)) / sum(sizes)
+    covered = 0
+    for i in range(300):
+        strata = [
+            generator.choice([1.0, -1.0, 0.0], size=size, p=[up, down, 1 - up - down])
+            for size, (up, down) in zip(sizes, probabilities)
+        ]
+        low, high = bootstrap_interval(strata, seed=i, resamples=500)
+        covered += low <= truth <= high
+    assert 0.92 <= covered / 300 <= 0.98  # 95 %, and two standard errors of 300 experiments
+
+
+# --- generated code
+
+HARM = {
+    "fork bomb": "import os\nwhile True:\n    os.fork()",
+    "processes": "import subprocess\nsubprocess.run(['ls'])",
+    "endless loop": "while True:\n    pass",
+    "10 GB": "x = bytearray(10 * 1024**3)",
+    "NUL byte": "a = '\x00'",
+    "kill": "import os\ntry:\n    os.kill(os.getppid(), 9)\nexcept BaseException:\n    pass",
+    "home": "import os, pathlib\nos.listdir(pathlib.Path.home().parent)",
+    "password file": "open('/etc/passwd').read()",
+    "delete": "import os\ntry:\n    os.remove({victim!r})\nexcept BaseException:\n    pass",
+    "overwrite": "open({victim!r}, 'w')",
+    "delete a folder": "import shutil\nshutil.rmtree({folder!r}, ignore_errors=True)",
+    "network": "import socket\ntry:\n    socket.create_connection(('127.0.0.1', 9))\nexcept OSError:\n    pass",
+    "ctypes": "import ctypes\nctypes.CDLL(None)",
+    "exit": "import sys\nsys.exit(0)",
+    "hard exit": "import os\nos._exit(0)",
+    "large file": "open('x', 'wb').write(b'0' * (1 << 26))",
+    "recursion": "def f():\n    return f()\nf()",
+    "wrong": "assert 1 + 1 == 3",
+    "syntax": "def",
+}
+
+
+@pytest.mark.parametrize("kind", HARM)
+def test_harm(kind, tmp_path):
+    victim = tmp_path / "victim"
+    victim.write_text("here")
+    program = HARM[kind].replace("{victim!r}", repr(str(victim))).replace("{folder!r}", repr(str(tmp_path)))
+    assert run_program(program, wall_seconds=2) in ("failed", "timed out")
+    assert victim.read_text() == "here"
+
+
+def test_good_programs():
+    assert (
+        run_program("print('hello')\nimport math, re, collections, hashlib, typing\nassert math.sqrt(4) == 2")
+        == "passed"
+    )
+    assert run_program("open('own', 'w').write('x')\nassert open('own').read() == 'x'") == "passed"
