@@ -240,12 +240,14 @@ def card(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an AttnRes checkpoint.")],
     base_model: Annotated[str | None, typer.Option(help="Hub id of the base, for the metadata.")] = None,
     repo_id: Annotated[str | None, typer.Option(help="Hub id of the checkpoint, for the examples.")] = None,
+    evaluation: Annotated[Path | None, typer.Option(help="Folder of `attnres eval` with this checkpoint.")] = None,
 ):
     """Write the model card of a checkpoint anew; entries of its metadata are kept."""
     from .model_cards import write_model_card
 
     base_metadata = {"base_model": base_model} if base_model else None
-    console.print(f"Wrote {write_model_card(folder, base_metadata=base_metadata, repo_id=repo_id)}", highlight=False)
+    path = write_model_card(folder, base_metadata=base_metadata, repo_id=repo_id, evaluation=evaluation)
+    console.print(f"Wrote {path}", highlight=False)
 
 
 @app.command()

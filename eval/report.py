@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 import matplotlib
+from huggingface_hub import EvalResult
 
 
 matplotlib.use("Agg")
@@ -137,8 +138,8 @@ def forest_plot(results: dict[str, Any], output: Path) -> list[Path]:
             colour = COLOURS[i % len(COLOURS)]
             axes.plot([low, high], [y + shift] * 2, color=colour, linewidth=1.8, solid_capstyle="butt")
             filled = colour if comparison["p_holm"] < 0.05 else "white"
-            label = name if y == 0 else None
-            axes.plot(difference, y + shift, "o", color=colour, markerfacecolor=filled, markersize=6, label=label)
+            axes.plot(difference, y + shift, "o", color=colour, markerfacecolor=filled, markersize=6)
+        axes.plot([], [], "o-", color=COLOURS[i % len(COLOURS)], linewidth=1.8, label=name)
     papers = [(y, row["benchmark"]["paper"]) for y, row in enumerate(rows) if row["benchmark"]["paper"]]
     if papers:
         ys, differences = zip(*((y, after - before) for y, (before, after) in papers))
@@ -147,7 +148,7 @@ def forest_plot(results: dict[str, Any], output: Path) -> list[Path]:
     axes.set_yticks(range(len(rows)), [f"{row['benchmark']['name']} (n={row['num_documents']})" for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(f"difference to {names[0]} in percentage points, 95 % interval")
-    axes.legend(loc="upper center", bbox_to_anchor=(0.5, -0.18 - 0.5 / len(rows)), ncols=3, frameon=False)
+    figure.legend(loc="outside lower center", ncols=3, frameon=False, title="filled: p < 0.05 after Holm's correction")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
     paths = [output / "differences.png", output / "differences.svg"]
@@ -165,8 +166,35 @@ def write(results: dict[str, Any], output: Path) -> list[Path]:
     return [output / "results.json", output / "table.md", *forest_plot(results, output)]
 
 
-def rebuild(folder: Path) -> list[Path]:
-    """Write tables and plots anew from the `results.json` in a folder.
+def model_index(folder: Path, name: str) -> list[EvalResult]:
+    """What the Hub shows of an evaluation beside a model: one entry for each benchmark, in percent.
+
+    Args:
+        folder: of `attnres eval`.
+        name: of the model there.
+
+    Raises:
+        ValueError: if that model was not evaluated.
+    """
+    results = read(folder)
+    names = [model["name"] for model in results["models"]]
+    if name not in names:
+        raise ValueError(f"`{folder}` holds no evaluation of `{name}`, only of {', '.join(names)}.")
+    index = names.index(name)
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=row["benchmark"]["tasks"][0],
+            dataset_name=f"{row['benchmark']['name']} ({max(row['num_fewshot'].values())}-shot)",
+            metric_type=row["metric"],
+            metric_value=round(100 * row["scores"][index][0], 2),
+        )
+        for row in results["rows"]
+    ]
+
+
+def read(folder: Path) -> dict[str, Any]:
+    """The `results.json` in a folder.
 
     Raises:
         ValueError: if there is none, or of another schema.
@@ -177,4 +205,9 @@ def rebuild(folder: Path) -> list[Path]:
     results = json.loads(path.read_text(encoding="utf-8"))
     if results.get("schema") != 1:
         raise ValueError(f"`{path}` has schema {results.get('schema')!r}, this version reads 1.")
-    return write(results, folder)
+    return results
+
+
+def rebuild(folder: Path) -> list[Path]:
+    """Write tables and plots anew from the `results.json` in a folder; errors as for `read`."""
+    return write(read(folder), folder)

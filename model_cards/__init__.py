@@ -18,6 +18,7 @@
 
 import hashlib
 import json
+import shutil
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
+from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from .. import __version__
 from ..configuration_attnres import AttnResConfig
@@ -70,6 +72,7 @@ def render_model_card(
     parity: str | None = None,
     evaluation: str | None = None,
     figures: list[Path] | None = None,
+    differences: bool = False,
 ) -> ModelCard:
     """The card of an AttnRes model.
 
@@ -80,6 +83,7 @@ def render_model_card(
         report, parity: what `conversion_report.json` holds, and its verification as Markdown.
         evaluation: a table, as Markdown.
         figures: paths of pictures relative to the card.
+        differences: whether there is a plot of the evaluation.
     """
     metadata = {
         **code_metadata(),
@@ -107,13 +111,32 @@ def render_model_card(
         parity=parity,
         evaluation=evaluation,
         figures=figures,
+        differences=differences,
     )
 
 
 def write_model_card(
-    folder: str | Path, *, base_metadata: dict[str, Any] | None = None, repo_id: str | None = None
+    folder: str | Path,
+    *,
+    base_metadata: dict[str, Any] | None = None,
+    repo_id: str | None = None,
+    evaluation: str | Path | None = None,
 ) -> Path:
-    """Write `README.md` of the AttnRes checkpoint in a folder; arguments and errors as for `model_card`."""
+    """Write `README.md` of the AttnRes checkpoint in a folder; other arguments and errors as for `model_card`.
+
+    Args:
+        evaluation: a folder of `attnres eval`, whose table and plot go along and whose scores go into the metadata.
+    """
+    if evaluation is not None:
+        from ..eval.report import model_index
+
+        title = (repo_id or Path(folder).absolute().name).split("/")[-1]
+        results = model_index(Path(evaluation), Path(folder).absolute().name)
+        base_metadata = {**(base_metadata or {}), "model-index": eval_results_to_model_index(title, results)}
+        (Path(folder) / "evaluation").mkdir(exist_ok=True)
+        for name in ("table.md", "differences.png"):
+            if (Path(evaluation) / name).exists():
+                shutil.copyfile(Path(evaluation) / name, Path(folder) / "evaluation" / name)
     card = model_card(folder, base_metadata=base_metadata, repo_id=repo_id)
     path = Path(folder) / "README.md"
     card.save(path)
@@ -162,6 +185,7 @@ def model_card(
         parity=None if verification is None else VerificationReport.from_dict(verification).to_markdown(),
         evaluation=table.read_text(encoding="utf-8") if table.exists() else None,
         figures=sorted(path.relative_to(folder) for path in folder.glob("figures/*.png")),
+        differences=(folder / "evaluation/differences.png").exists(),
     )
 
 

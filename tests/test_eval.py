@@ -7,6 +7,7 @@ import shutil
 import numpy as np
 import pytest
 from benchmark_data import Answerer, tasks_without_data, write_data_root
+from huggingface_hub import ModelCard
 from tiny_models import convert, randomize_queries, tiny_base_model
 
 from attnres.cli import main
@@ -207,6 +208,18 @@ def test_command_line(checkpoints, paper, tmp_path, monkeypatch, capsys):
     (tmp_path / "out/table.md").unlink()
     assert attnres(monkeypatch, "report", "out") == 0
     assert (tmp_path / "out/table.md").read_text() == table
+    # the model card shows it
+    trained = tmp_path / "trained"
+    shutil.copytree(checkpoints / "trained", trained)
+    for _ in range(2):
+        assert attnres(monkeypatch, "card", trained, "--evaluation", "out") == 0
+    card = ModelCard.load(trained / "README.md")
+    scores = {result.dataset_type: result.metric_value for result in card.data.eval_results}
+    assert scores == {row["benchmark"]["tasks"][0]: round(100 * row["scores"][1][0], 2) for row in results["rows"]}
+    assert table in card.text and "![differences to the baseline](evaluation/differences.png)" in card.text
+    shutil.copytree(trained, tmp_path / "unknown")
+    assert attnres(monkeypatch, "card", tmp_path / "unknown", "--evaluation", "out") == 1
+    assert "holds no evaluation of `unknown`, only of base, trained" in " ".join(capsys.readouterr().err.split())
     # a row that is skipped shows in the exit code
     assert (
         attnres(monkeypatch, *arguments[:3], "-o", "out2", "--suite", "core", "--data-root", paper[0] / "Rowan") == 3
