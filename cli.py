@@ -21,7 +21,6 @@ import typer
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.markup import escape
-from rich.table import Table
 
 
 if TYPE_CHECKING:
@@ -37,6 +36,8 @@ app = typer.Typer(
 
 
 console = Console()
+# What not every installation has, and the extra that brings it
+OPTIONAL_MODULES = {"lm_eval": "eval", "statsmodels": "eval", "scipy": "eval", "matplotlib": "eval", "peft": "peft"}
 
 
 @app.callback()
@@ -194,6 +195,7 @@ def eval_(
     """Evaluate models with lm-eval and compare them with the first one. Exit code 3 if benchmarks were skipped."""
     from .eval import EvalModel, EvalOptions, evaluate
     from .eval import prefetch as fetch
+    from .eval.report import scores
 
     names = tasks.split(",") if tasks else []
     if prefetch:
@@ -263,19 +265,6 @@ def push(
     console.print(f"Pushed to {commit.repo_url}, commit {commit.oid}", highlight=False)
 
 
-def scores(results: dict) -> Table:
-    """What fits a terminal of an evaluation; `table.md` has the rest."""
-    names = [model["name"] for model in results["models"]]
-    table = Table("", *names, *(f"{name} - {names[0]}" for name in names[1:]), title="Scores in percent")
-    for row in results["rows"]:
-        cells = [f"{100 * score:.1f} ± {100 * error:.1f}" for score, error in row["scores"]]
-        for comparison in row["comparisons"]:
-            low, high = comparison["interval"]
-            cells.append(f"{100 * comparison['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})")
-        table.add_row(row["benchmark"]["name"], *cells)
-    return table
-
-
 def show(report: "ConversionReport", destination: Path):
     console.print(Markdown(report.to_markdown()))
     console.print(f"Wrote {destination}", highlight=False)
@@ -285,9 +274,17 @@ def main():
     """Run the program; what the user can mend is one line and exit code 1, anything else a traceback."""
     try:
         app()
+    except ModuleNotFoundError as error:
+        if error.name not in OPTIONAL_MODULES:
+            raise
+        fail(f"{error.name} is not installed: pip install 'attnres[{OPTIONAL_MODULES[error.name]}]'")
     except (ValueError, OSError) as error:
-        Console(stderr=True).print(f"[bold red]Error:[/] {escape(str(error))}", highlight=False)
-        sys.exit(1)
+        fail(str(error))
+
+
+def fail(message: str):
+    Console(stderr=True).print(f"[bold red]Error:[/] {escape(message)}", highlight=False)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

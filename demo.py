@@ -17,6 +17,8 @@ The text is the Python standard library's own source, which is on every machine.
 that what the models are compared on was not trained on.
 """
 
+import json
+import random
 import shutil
 import sysconfig
 import tempfile
@@ -25,6 +27,7 @@ import zlib
 from pathlib import Path
 
 import torch
+import yaml
 from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
@@ -41,6 +44,8 @@ from transformers import (
 )
 
 from .conversion import Checkpoint, convert, open_checkpoint, revert
+from .eval import evaluate
+from .eval.report import scores
 
 
 PROMPTS = ["def main(", "import os\n", "class Error(Exception):\n    "]
@@ -134,6 +139,44 @@ def save(folder: Path, model, tokenizer):
     unfinished.rename(folder)
 
 
+def write_benchmark(folder: Path, texts: list[str], questions: int = 200) -> Path:
+    """A task of lm-eval and a suite of it: which of four lines of held-out source comes next?
+
+    Returns:
+        The path of the suite.
+    """
+    generator = random.Random(0)
+    lines = [[line for line in text.splitlines() if line.strip()] for text in texts]
+    lines = [file for file in lines if len(file) > 20]
+    documents = []
+    for _ in range(questions):
+        file = generator.choice(lines)
+        place = generator.randrange(4, len(file))
+        options = [file[place], *(generator.choice(generator.choice(lines)) for _ in range(3))]
+        order = generator.sample(range(4), 4)
+        context, options = "\n".join(file[place - 4 : place]) + "\n", [options[i] for i in order]
+        documents.append({"context": context, "options": options, "answer": order.index(0)})
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "next_line.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
+    task = {
+        "task": "attnres_demo_next_line",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str((folder / "next_line.jsonl").absolute())}},
+        "test_split": "test",
+        "output_type": "multiple_choice",
+        "doc_to_text": "{{context}}",
+        "doc_to_choice": "{{options}}",
+        "doc_to_target": "answer",
+        "target_delimiter": "",
+        "num_fewshot": 0,
+        "metric_list": [{"metric": "acc_norm", "aggregation": "mean", "higher_is_better": True}],
+    }
+    row = {"name": "next line", "tasks": [task["task"]], "metric": "acc_norm", "num_fewshot": 0}
+    (folder / "next_line.yaml").write_text(yaml.safe_dump(task))
+    (folder / "suite.yml").write_text(yaml.safe_dump([row]))
+    return folder / "suite.yml"
+
+
 def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return checkpoint.tensors(list(checkpoint.weight_map))
 
@@ -222,11 +265,23 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
         console.print(
             "(A step of so small a model is mostly Python; for a real shape see benchmarks/against_twin.py.)"
         )
+    console.print("\nThe same comparison by `attnres eval`: which of four lines of held-out source comes next?")
+    suite = write_benchmark(output / "benchmark", held_out)
+    results = evaluate(
+        [str(base_path), str(output / "attnres")],
+        output / "eval",
+        suite=suite,
+        include_path=suite.parent,
+        device="cpu",
+        batch_size=16,
+    )
+    console.print(scores(results))
     console.print(f"Largest difference of a logit: {difference:.1e} (fp32)")
     console.print(f"Greedy continuations unchanged: {unchanged} of {len(PROMPTS)}")
     console.print(f"PreNorm checkpoint: {base_path}")
     console.print(f"AttnRes checkpoint: {output / 'attnres'}, with its report and model card")
     console.print(f"Reverted checkpoint: {output / 'reverted'}")
+    console.print(f"Evaluation: {output / 'eval'}, with its table and plot")
     console.print(f"Done in {time.perf_counter() - start:.0f} s.")
     if unchanged < len(PROMPTS) or abs(losses["PreNorm"] - losses["AttnRes"]) > 1e-4:
         raise ValueError("The AttnRes model does not compute what its base computes; please report this.")

@@ -30,15 +30,16 @@ from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
+import lm_eval
 import numpy as np
 import yaml
 from accelerate import PartialState
 from huggingface_hub.utils import tqdm
-from lm_eval import simple_evaluate
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
+from transformers import set_seed
 
 
 SUITES = ("paper", "core", "quick")
@@ -265,26 +266,27 @@ def load_tasks(benchmark: Benchmark, manager: TaskManager) -> list:
         raise Unavailable(f"{text} To mend it: {way_out}.") from error
 
 
-def run_benchmark(
-    benchmark: Benchmark, tasks: list, lm: LM, options: EvalOptions, manager: TaskManager
-) -> Finished | None:
+def run_benchmark(benchmark: Benchmark, tasks: list, lm: LM, options: EvalOptions) -> Finished | None:
     """Evaluate one model on one benchmark. `None` in all processes but the first.
 
     Raises:
         ValueError: if the tasks do not give the metric.
     """
-    results = simple_evaluate(
-        model=lm,
-        tasks=list(tasks),
-        num_fewshot=benchmark.num_fewshot,
-        task_manager=manager,
+    set_seed(options.seed)
+    for task in tasks:
+        # As `simple_evaluate` does, which also collects facts about the machine, half a second each time
+        if benchmark.num_fewshot is not None and task.get_config("num_fewshot") != 0:
+            task.set_config(key="num_fewshot", value=benchmark.num_fewshot)
+        elif task.get_config("num_fewshot") is None:
+            task.set_config(key="num_fewshot", value=0)
+        task.set_fewshot_seed(seed=options.seed)
+    results = lm_eval.evaluate(
+        lm=lm,
+        task_dict={"tasks": {task.config.task: task for task in tasks}, "groups": {}},
         limit=options.limit,
         bootstrap_iters=0,  # the errors come from the samples
         apply_chat_template=options.apply_chat_template,
-        random_seed=options.seed,
-        numpy_random_seed=options.seed,
-        torch_random_seed=options.seed,
-        fewshot_random_seed=options.seed,
+        fewshot_as_multiturn=options.apply_chat_template,
         confirm_run_unsafe_code=benchmark.runs_code,
     )
     if results is None:
@@ -381,7 +383,7 @@ def run(
                 if benchmark.name not in skipped:
                     if lm is None:
                         lm = make_model(model, options, device, batch_size)
-                    finished = run_benchmark(benchmark, loaded[benchmark.name], lm, options, manager)
+                    finished = run_benchmark(benchmark, loaded[benchmark.name], lm, options)
                     if finished is not None:
                         result.save(benchmark, finished)
                 progress.update()

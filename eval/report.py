@@ -28,6 +28,7 @@ from typing import Any
 
 import matplotlib
 from huggingface_hub import EvalResult
+from rich.table import Table
 
 
 matplotlib.use("Agg")
@@ -119,6 +120,19 @@ def table(results: dict[str, Any]) -> str:
     lines += ["", LEGEND]
     lines += [f"- {name} was skipped: {reason}" for name, reason in results["skipped"].items()]
     return "\n".join(lines) + "\n"
+
+
+def scores(results: dict[str, Any]) -> Table:
+    """What fits a terminal of an evaluation; `table.md` has the rest."""
+    names = [model["name"] for model in results["models"]]
+    table = Table("", *names, *(f"{name} - {names[0]}" for name in names[1:]), title="Scores in percent")
+    for row in results["rows"]:
+        cells = [f"{100 * score:.1f} ± {100 * error:.1f}" for score, error in row["scores"]]
+        for comparison in row["comparisons"]:
+            low, high = comparison["interval"]
+            cells.append(f"{100 * comparison['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})")
+        table.add_row(row["benchmark"]["name"], *cells)
+    return table
 
 
 def forest_plot(results: dict[str, Any], output: Path) -> list[Path]:

@@ -1,5 +1,6 @@
 """`attnres demo` as a user runs it: in a process of its own, from the first time to a rerun and bad input."""
 
+import json
 import subprocess
 import sys
 
@@ -25,7 +26,12 @@ def test_demo_and_its_rerun(tmp_path):
         assert "held-out loss" in result.stdout
         assert "the same function, up to rounding" in " ".join(result.stdout.split())
         assert "All 46 tensors of the base are back, bit for bit." in result.stdout
-    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == ["attnres", "base", "reverted"]
+    assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
+        *("attnres", "base", "benchmark", "eval", "reverted")
+    ]
+    (row,) = json.loads((tmp_path / "out/eval/results.json").read_text())["rows"]
+    assert row["num_documents"] == 200 and abs(row["comparisons"][0]["difference"]) < 0.02
+    assert (tmp_path / "out/eval/differences.png").exists()
     card = (tmp_path / "out" / "attnres" / "README.md").read_text()
     assert "Full AttnRes" in card and str(tmp_path) not in card
     assert AutoConfig.from_pretrained(tmp_path / "out" / "base").model_type == "qwen3"

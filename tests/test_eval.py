@@ -3,9 +3,14 @@
 import json
 import os
 import shutil
+import subprocess
+import sys
+import time
+from pathlib import Path
 
 import numpy as np
 import pytest
+import yaml
 from benchmark_data import Answerer, tasks_without_data, write_data_root
 from huggingface_hub import ModelCard
 from tiny_models import convert, randomize_queries, tiny_base_model
@@ -170,6 +175,38 @@ def test_gpqa_options_do_not_depend_on_the_process(paper, manager):
     assert orders[0] == orders[1] and {answer for _, answer in orders[0]} == {0, 1, 2, 3}
 
 
+LM_EVAL = "import attnres; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
+
+
+def test_lm_eval_runs_our_suites(checkpoints, paper, manager, tmp_path):
+    """Through its own program, with the numbers of examples that the suites ask for."""
+    import attnres.eval
+
+    for name in ("paper", "core", "quick"):
+        config = yaml.safe_load((Path(attnres.eval.__file__).parent / f"tasks/attnres_{name}.yaml").read_text())
+        shots = {entry.get("group") or entry["task"]: entry["num_fewshot"] for entry in config["task"]}
+        assert shots == {task: row.num_fewshot for row in load_suite(name) for task in row.tasks}
+        assert f"attnres_{name}" in manager.all_groups
+    include_path = Path(attnres.eval.__file__).parent / "tasks"
+    arguments = ["--model", "hf", "--model_args", f"pretrained={checkpoints / 'trained'}", "--device", "cpu"]
+    arguments += [
+        "--include_path",
+        include_path,
+        "--tasks",
+        "attnres_quick",
+        "--limit",
+        "2",
+        "--output_path",
+        tmp_path,
+    ]
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache")}
+    command = [sys.executable, "-c", LM_EVAL, "run", *map(str, arguments)]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=paper[0], env=environment, timeout=300)
+    assert result.returncode == 0, result.stderr
+    results = json.loads(next(tmp_path.rglob("results_*.json")).read_text())
+    assert results["n-shot"] == {"arc_challenge": 25, "hellaswag": 10}
+
+
 # --- the program
 
 
@@ -225,6 +262,25 @@ def test_command_line(checkpoints, paper, tmp_path, monkeypatch, capsys):
         attnres(monkeypatch, *arguments[:3], "-o", "out2", "--suite", "core", "--data-root", paper[0] / "Rowan") == 3
     )
     assert "HumanEval: it runs generated code; `--allow-code-execution` allows that" in capsys.readouterr().out
+
+
+def test_killed(checkpoints, paper, tmp_path):
+    """SIGKILL after the first benchmark is done; the rerun ends as an uninterrupted run does."""
+    models = [checkpoints / "base", checkpoints / "trained"]
+    arguments = [*models, "--suite", "quick", "--data-root", paper[0], "--device", "cpu"]
+    command = [sys.executable, "-m", "attnres.cli", "eval", *map(str, arguments), "-o"]
+    subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
+    process = subprocess.Popen([*command, str(tmp_path / "out")], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    while process.poll() is None and not list(tmp_path.glob("out/models/*/*.json")):
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    done = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/models/*/*.json")}
+    assert done and not (tmp_path / "out/results.json").exists()
+    subprocess.run([*command, str(tmp_path / "out")], check=True, capture_output=True)
+    assert all(path.stat().st_mtime_ns == before for path, before in done.items())
+    for name in ("results.json", "table.md"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
 @pytest.mark.parametrize(
