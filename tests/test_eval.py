@@ -13,13 +13,15 @@ import pytest
 import yaml
 from benchmark_data import Answerer, tasks_without_data, write_data_root
 from huggingface_hub import ModelCard
+from peft import LoraConfig, get_peft_model
 from tiny_models import convert, randomize_queries, tiny_base_model
+from transformers import AutoModelForCausalLM
 
 from attnres.cli import main
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite, surroundings
-from attnres.eval.harness import ModelResults, task_manager
+from attnres.eval.harness import ModelResults, Unavailable, load_tasks, task_manager
 from attnres.eval.report import rebuild
 from attnres.eval.sandbox import run_program
 from attnres.eval.statistics import bootstrap_interval, compare, holm, score
@@ -281,6 +283,97 @@ def test_killed(checkpoints, paper, tmp_path):
     assert all(path.stat().st_mtime_ns == before for path, before in done.items())
     for name in ("results.json", "table.md"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+
+
+def test_adapters_templates_and_batches(checkpoints, paper, tmp_path):
+    """What goes through to lm-eval's wrapper of transformers models."""
+    base = tmp_path / "base"
+    shutil.copytree(checkpoints / "base", base)
+    (base / "chat_template.jinja").write_text("{% for m in messages %}<{{ m.role }}>{{ m.content }}{% endfor %}")
+    model = AutoModelForCausalLM.from_pretrained(base)
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+    get_peft_model(model, config).save_pretrained(tmp_path / "adapter")
+
+    def run(output, *models, **kwargs):
+        return evaluate(list(models), tmp_path / output, suite="quick", data_root=paper[0], device="cpu", **kwargs)
+
+    def samples(pattern, key):
+        return [json.loads(line)[key] for path in sorted(tmp_path.glob(pattern)) for line in path.open()]
+
+    results = run("plain", str(base), EvalModel(str(base), peft=str(tmp_path / "adapter")))
+    assert [model["name"] for model in results["models"]] == ["base", "base+adapter"]
+    plain = samples("plain/models/base-*/*.jsonl", "response")
+    assert len(plain) == 34 and plain != samples("plain/models/base+adapter-*/*.jsonl", "response")
+    for output, batch_size in (("batched", 8), ("automatic", "auto")):
+        run(output, str(base), batch_size=batch_size)
+        assert samples(f"{output}/models/base-*/*.jsonl", "score") == samples("plain/models/base-*/*.jsonl", "score")
+    run("chat", str(base), options=EvalOptions(apply_chat_template=True))
+    hashes = [set(samples(f"{name}/models/base-*/*.jsonl", "prompt_hash")) for name in ("plain", "chat")]
+    assert not hashes[0] & hashes[1]
+
+
+def test_two_processes(checkpoints, paper, tmp_path):
+    """As `accelerate launch` and torchrun start them, on a CPU: the same scores as in one."""
+    arguments = [
+        checkpoints / "base",
+        checkpoints / "trained",
+        "--suite",
+        "quick",
+        "--data-root",
+        paper[0],
+        "--device",
+        "cpu",
+    ]
+    launchers = {
+        "one": [sys.executable, "-m"],
+        "two": [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            "--nproc_per_node",
+            "2",
+            "--master_port",
+            "29613",
+            "-m",
+        ],
+    }
+    for name, launcher in launchers.items():
+        command = [*launcher, "attnres.cli", "eval", *map(str, arguments), "-o", str(tmp_path / name)]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=300)
+        assert result.returncode == 0, result.stderr[-3000:]
+    one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in launchers)
+    assert one == two
+
+
+def test_prefetch_without_internet(checkpoints, tmp_path, monkeypatch, capsys):
+    """It tells what is missing and why, and which command would mend it."""
+    monkeypatch.chdir(tmp_path)
+    assert attnres(monkeypatch, "eval", checkpoints / "base", "--suite", "quick", "--prefetch") == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "There now:" in printed and "Skipped HellaSwag: " in printed and "To mend it: " in printed
+
+
+@pytest.mark.parametrize(
+    "error, way_out",
+    [
+        ("DatasetNotFoundError: Dataset 'x' is a gated dataset on the Hub.", "accept its terms on the Hub"),
+        (
+            "RuntimeError: Dataset scripts are no longer supported, but found x.py",
+            "as Parquet into a folder of its name",
+        ),
+        ("ConnectionError: Couldn't reach 'x' on the Hub", "fetch it where there is internet"),
+        ("ValueError: something else", "look at the data set"),
+    ],
+)
+def test_reasons(error, way_out):
+    kind, text = error.split(": ", 1)
+
+    class Manager:
+        def load(self, names):
+            raise type(kind, (Exception,), {})(text)
+
+    with pytest.raises(Unavailable, match=f"{way_out}"):
+        load_tasks(load_suite("quick")[0], Manager())
 
 
 @pytest.mark.parametrize(
