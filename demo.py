@@ -44,8 +44,6 @@ from transformers import (
 )
 
 from .conversion import Checkpoint, convert, open_checkpoint, revert
-from .eval import evaluate
-from .eval.report import scores
 
 
 PROMPTS = ["def main(", "import os\n", "class Error(Exception):\n    "]
@@ -208,6 +206,9 @@ def tokens_per_second(candidates: dict[str, torch.nn.Module], input_ids: torch.T
 
 def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
     """See `attnres demo --help`."""
+    from .eval import evaluate  # the one part that needs an extra; missing, it shows before work starts
+    from .eval.report import scores
+
     if output.is_file():
         raise ValueError(f"`--output {output}` is a file; name a folder.")
     start = time.perf_counter()
