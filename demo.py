@@ -138,7 +138,7 @@ def save(folder: Path, model, tokenizer):
 
 
 def write_benchmark(folder: Path, texts: list[str], questions: int = 200) -> Path:
-    """A task of lm-eval and a suite of it: which of four lines of held-out source comes next?
+    """Two tasks of lm-eval on held-out source, and a suite of them: which of four lines comes next, and perplexity.
 
     Returns:
         The path of the suite.
@@ -156,22 +156,35 @@ def write_benchmark(folder: Path, texts: list[str], questions: int = 200) -> Pat
         documents.append({"context": context, "options": options, "answer": order.index(0)})
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "next_line.jsonl").write_text("".join(json.dumps(document) + "\n" for document in documents))
-    task = {
-        "task": "attnres_demo_next_line",
-        "dataset_path": "json",
-        "dataset_kwargs": {"data_files": {"test": str((folder / "next_line.jsonl").absolute())}},
-        "test_split": "test",
-        "output_type": "multiple_choice",
-        "doc_to_text": "{{context}}",
-        "doc_to_choice": "{{options}}",
-        "doc_to_target": "answer",
-        "target_delimiter": "",
-        "num_fewshot": 0,
-        "metric_list": [{"metric": "acc_norm", "aggregation": "mean", "higher_is_better": True}],
-    }
-    row = {"name": "next line", "tasks": [task["task"]], "metric": "acc_norm", "num_fewshot": 0}
-    (folder / "next_line.yaml").write_text(yaml.safe_dump(task))
-    (folder / "suite.yml").write_text(yaml.safe_dump([row]))
+    texts = [{"text": "\n".join(file[:20])} for file in lines]
+    (folder / "text.jsonl").write_text("".join(json.dumps(document) + "\n" for document in texts))
+
+    def write_task(name: str, **task):
+        data_files = {"test": str((folder / f"{name}.jsonl").absolute())}
+        shared = {"task": f"attnres_demo_{name}", "dataset_path": "json", "dataset_kwargs": {"data_files": data_files}}
+        shared |= {"test_split": "test", "target_delimiter": "", "num_fewshot": 0}
+        (folder / f"{name}.yaml").write_text(yaml.safe_dump({**shared, **task}))
+
+    write_task(
+        "next_line",
+        output_type="multiple_choice",
+        doc_to_text="{{context}}",
+        doc_to_choice="{{options}}",
+        doc_to_target="answer",
+        metric_list=[{"metric": "acc_norm", "aggregation": "mean", "higher_is_better": True}],
+    )
+    write_task(
+        "text",
+        output_type="loglikelihood_rolling",
+        doc_to_text="",
+        doc_to_target="{{text}}",
+        metric_list=[{"metric": "byte_perplexity"}],
+    )
+    suite = [
+        {"name": "next line", "tasks": ["attnres_demo_next_line"], "metric": "acc_norm"},
+        {"name": "1 / byte perplexity", "tasks": ["attnres_demo_text"], "metric": "byte_perplexity"},
+    ]
+    (folder / "suite.yml").write_text(yaml.safe_dump(suite))
     return folder / "suite.yml"
 
 
@@ -266,7 +279,7 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
         console.print(
             "(A step of so small a model is mostly Python; for a real shape see benchmarks/against_twin.py.)"
         )
-    console.print("\nThe same comparison by `attnres eval`: which of four lines of held-out source comes next?")
+    console.print("\nThe same comparison by `attnres eval`, on held-out source:")
     suite = write_benchmark(output / "benchmark", held_out)
     results = evaluate(
         [str(base_path), str(output / "attnres")],

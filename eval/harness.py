@@ -22,6 +22,7 @@ import functools
 import gc
 import hashlib
 import json
+import math
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -311,6 +312,11 @@ def run_benchmark(benchmark: Benchmark, tasks: list, lm: LM, options: EvalOption
 
 
 def _sample(task: str, sample: dict[str, Any], metric: str) -> dict[str, Any]:
+    score = sample[metric]
+    if isinstance(score, (tuple, list)):
+        # A perplexity: log-likelihood of the document, and its words or bytes. Its inverse is a score like the others
+        log_likelihood, count = score
+        score = math.exp(log_likelihood / count)
     return {
         "task": task,
         "doc_id": sample["doc_id"],
@@ -319,7 +325,7 @@ def _sample(task: str, sample: dict[str, Any], metric: str) -> dict[str, Any]:
         "target_hash": sample["target_hash"],
         "target": str(sample["target"]),
         "response": str(sample["filtered_resps"]),
-        "score": float(sample[metric]),
+        "score": float(score),
     }
 
 

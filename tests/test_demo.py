@@ -29,8 +29,9 @@ def test_demo_and_its_rerun(tmp_path):
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
         *("attnres", "base", "benchmark", "eval", "reverted")
     ]
-    (row,) = json.loads((tmp_path / "out/eval/results.json").read_text())["rows"]
-    assert row["num_documents"] == 200 and abs(row["comparisons"][0]["difference"]) < 0.02
+    line, text = json.loads((tmp_path / "out/eval/results.json").read_text())["rows"]
+    assert line["num_documents"] == 200 and abs(line["comparisons"][0]["difference"]) < 0.02
+    assert 0 < text["scores"][0][0] < 1 and abs(text["comparisons"][0]["difference"]) < 1e-5
     assert (tmp_path / "out/eval/differences.png").exists()
     card = (tmp_path / "out" / "attnres" / "README.md").read_text()
     assert "Full AttnRes" in card and str(tmp_path) not in card

@@ -21,7 +21,7 @@ from attnres.cli import main
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite, surroundings
-from attnres.eval.harness import ModelResults, Unavailable, load_tasks, task_manager
+from attnres.eval.harness import ModelResults, Unavailable, _sample, load_tasks, task_manager
 from attnres.eval.report import rebuild
 from attnres.eval.sandbox import run_program
 from attnres.eval.statistics import bootstrap_interval, compare, holm, score
@@ -415,6 +415,13 @@ def test_comparison_by_hand():
     assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
     with pytest.raises(ValueError, match="not paired"):
         compare(first, {"a": first["a"]})
+
+
+def test_perplexities_become_scores():
+    """The inverse, by document: lm-eval gives the log-likelihood and the number of bytes."""
+    hashes = dict.fromkeys(("doc_hash", "prompt_hash", "target_hash"), "")
+    sample = {"doc_id": 0, "target": "x", "filtered_resps": [-20.0], "byte_perplexity": (-20.0, 10), **hashes}
+    assert _sample("task", sample, "byte_perplexity")["score"] == pytest.approx(np.exp(-2))
 
 
 def test_scores_that_are_not_zero_or_one():
