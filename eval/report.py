@@ -159,6 +159,8 @@ def forest_plot(results: dict[str, Any], output: Path) -> list[Path]:
         ys, differences = zip(*((y, after - before) for y, (before, after) in papers))
         axes.plot(differences, ys, "|", color="#555555", markersize=12, markeredgewidth=1.6, label="paper (48B)")
     axes.axvline(0, color="#999999", linewidth=1)
+    low, high = axes.get_xlim()
+    axes.set_xlim(min(low, -1), max(high, 1))  # differences of rounding shall look like none
     axes.set_yticks(range(len(rows)), [f"{row['benchmark']['name']} (n={row['num_documents']})" for row in rows])
     axes.set_ylim(len(rows) - 0.5, -0.5)
     axes.set_xlabel(f"difference to {names[0]} in percentage points, 95 % interval")
