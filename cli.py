@@ -172,9 +172,7 @@ def export(
 @app.command("eval")
 def eval_(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="The first is the baseline.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for samples, tables and plots.")] = Path(
-        "eval"
-    ),
+    output: Annotated[Path, typer.Option("--output", "-o", help="For samples, tables, plots.")] = Path("attnres-eval"),
     suite: Annotated[str | None, typer.Option(help="paper, core, quick, or a YAML file.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, separated by commas.")] = None,
     peft: Annotated[str | None, typer.Option(help="Adapter on the last model.")] = None,
