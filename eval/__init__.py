@@ -32,6 +32,7 @@ from .harness import (
     EvalOptions,
     Unavailable,
     benchmarks_of_tasks,
+    digest,
     load_model,
     load_suite,
     load_tasks,
@@ -97,6 +98,11 @@ def evaluate(
     for model in models:
         if model.path.startswith((".", "/", "~")) and not Path(model.path).is_dir():
             raise ValueError(f"There is no folder `{model.path}`.")
+    options = replace(
+        options,
+        data_digest=None if data_root is None else digest(Path(data_root)),
+        tasks_digest=None if include_path is None else digest(Path(include_path)),
+    )
     output = Path(output).expanduser().absolute()
     output.mkdir(parents=True, exist_ok=True)
     with surroundings(data_root, allow_code_execution):

@@ -44,6 +44,7 @@ from transformers import set_seed
 
 
 SUITES = ("paper", "core", "quick")
+CHECKPOINT_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".py")
 VERSIONS = ("attnres", "lm_eval", "transformers", "torch", "datasets", "tokenizers")
 
 
@@ -110,13 +111,15 @@ def benchmarks_of_tasks(names: list[str], manager: TaskManager) -> list[Benchmar
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What decides scores, beside the model."""
+    """What decides scores, beside the model. `evaluate` fills the digests in, of the folders that it is given."""
 
     limit: int | None = None
     apply_chat_template: bool = False
     seed: int = 0
     dtype: str = "auto"
     backend: str = "hf"
+    data_digest: str | None = None
+    tasks_digest: str | None = None
 
 
 @dataclass(frozen=True)
@@ -136,28 +139,26 @@ class EvalModel:
         """What tells this checkpoint from another one."""
         # The same files elsewhere are the same model
         described = {
-            kind: _digest(Path(path)) if Path(path).is_dir() else path
+            kind: digest(Path(path), CHECKPOINT_FILES) if Path(path).is_dir() else path
             for kind, path in (("model", self.path), ("peft", self.peft))
             if path is not None
         }
         return {**described, "revision": self.revision}
 
 
-def _digest(folder: Path) -> str:
-    """A hash over a checkpoint: small files by content, weights by size and their first and last bytes."""
-    digest = hashlib.sha256()
-    for path in sorted(folder.iterdir()):
-        if path.suffix in (".json", ".safetensors", ".jinja", ".model", ".txt", ".py") and path.is_file():
-            if path.name.startswith("conversion_report"):
-                continue
+def digest(folder: Path, suffixes: tuple[str, ...] = ("",)) -> str:
+    """A hash over the files in a folder: small ones by content, large ones by size and their first and last bytes."""
+    hashed = hashlib.sha256()
+    for path in sorted(folder.rglob("*")):
+        if path.name.endswith(suffixes) and path.is_file() and not path.name.startswith("conversion_report"):
             size = path.stat().st_size
-            digest.update(f"{path.name} {size}\n".encode())
+            hashed.update(f"{path.relative_to(folder).as_posix()} {size}\n".encode())
             with path.open("rb") as file:
-                digest.update(file.read(1 << 20))
+                hashed.update(file.read(1 << 20))
                 if size > 1 << 20:
                     file.seek(-(1 << 20), os.SEEK_END)
-                    digest.update(file.read())
-    return digest.hexdigest()
+                    hashed.update(file.read())
+    return hashed.hexdigest()
 
 
 def versions() -> dict[str, str]:
@@ -223,7 +224,8 @@ class ModelResults:
         """Samples first, the summary that says they are whole last; each is written beside and renamed."""
         self.folder.mkdir(parents=True, exist_ok=True)
         samples_path, summary_path = self._paths(benchmark)
-        content = "".join(json.dumps(sample, ensure_ascii=False) + "\n" for sample in finished.samples).encode()
+        # ASCII: a response may hold what ends a line for Python, or half a surrogate pair
+        content = "".join(json.dumps(sample) + "\n" for sample in finished.samples).encode()
         described = {name: value for name, value in asdict(finished).items() if name != "samples"}
         summary = {
             "benchmark": asdict(benchmark),
@@ -363,17 +365,15 @@ def run(
     Returns:
         What every benchmark gave for the models, by its name, and the reasons why others were skipped.
     """
-    skipped = {
-        benchmark.name: "it runs generated code; `--allow-code-execution` allows that"
-        for benchmark in benchmarks
-        if benchmark.runs_code and not allow_code_execution
-    }
     results = [ModelResults(output, model, options) for model in models]
     # Settled before anything is written: with several processes all have to do the same
-    missing = [
-        [benchmark for benchmark in benchmarks if benchmark.name not in skipped and result.load(benchmark) is None]
-        for result in results
-    ]
+    missing = [[benchmark for benchmark in benchmarks if result.load(benchmark) is None] for result in results]
+    skipped = {
+        benchmark.name: "it runs generated code; `--allow-code-execution` allows that"
+        for todo in missing
+        for benchmark in todo
+        if benchmark.runs_code and not allow_code_execution
+    }
     wait_for_everyone()
     loaded: dict[str, list] = {}
     with tqdm(total=sum(map(len, missing)), unit="benchmark", desc="Evaluating") as progress:

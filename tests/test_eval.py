@@ -21,7 +21,7 @@ from attnres.cli import main
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite, surroundings
-from attnres.eval.harness import ModelResults, Unavailable, _sample, load_tasks, task_manager
+from attnres.eval.harness import Finished, ModelResults, Unavailable, _sample, load_tasks, task_manager
 from attnres.eval.report import rebuild
 from attnres.eval.sandbox import run_program
 from attnres.eval.statistics import bootstrap_interval, compare, holm, score
@@ -154,6 +154,23 @@ def test_changed_samples_are_run_again(quick_eval, tmp_path):
 def test_options_are_part_of_what_is_remembered(quick_eval):
     assert quick_eval("right")["rows"][1]["num_documents"] == 30
     assert quick_eval("right", options=EvalOptions(limit=2))["rows"][1]["num_documents"] == 2
+
+
+def test_other_data_is_not_taken_for_the_same(quick_eval, paper, tmp_path):
+    """Nor does an answer get lost that holds a line separator and half a surrogate pair."""
+    quick_eval("right")
+    quick_eval.answerers.clear()
+    changed = tmp_path / "changed"
+    shutil.copytree(paper[0], changed)
+    (changed / "note.txt").write_text("another")
+    answerer = Answerer(paper[1])
+    kwargs = {"suite": "quick", "data_root": changed, "make_model": lambda *args: answerer}
+    evaluate(["right"], tmp_path / "out", **kwargs)
+    assert {task for task, _ in answerer.asked} == {"arc_challenge", "hellaswag"}
+    model, benchmark = ModelResults(tmp_path / "odd", EvalModel("x"), EvalOptions()), load_suite("quick")[0]
+    finished = Finished([{"response": "a\u2028b\x85c\ud800"}], "acc", "none", {}, {})
+    model.save(benchmark, finished)
+    assert model.load(benchmark) == finished
 
 
 def test_missing_data_skips_a_row(quick_eval, paper, tmp_path):

@@ -9,8 +9,8 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from loopback_hub import LoopbackHub
+from tiny_models import WITHOUT_PACKAGE, randomize_queries, tiny_base_model
 from tiny_models import convert as convert_in_memory
-from tiny_models import randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM
 
 from attnres import __version__
@@ -21,14 +21,6 @@ from attnres.model_cards import CODE_FILES, write_model_card
 
 
 CODE = set(CODE_FILES)
-WITHOUT_PACKAGE = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "attnres":
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Absent())
-"""
 LOAD = """
 import torch, transformers
 repo_id, output = sys.argv[1:]

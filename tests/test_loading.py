@@ -8,7 +8,7 @@ import threading
 import pytest
 import torch
 from safetensors.torch import load_file
-from tiny_models import convert, randomize_queries, relative_error, tiny_base_config, tiny_base_model
+from tiny_models import WITHOUT_PACKAGE, convert, randomize_queries, relative_error, tiny_base_config, tiny_base_model
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -222,12 +222,6 @@ def test_heads(auto_class, labels, family, input_ids, tmp_path):
 
 
 REMOTE_CODE = """
-import sys
-class Absent:
-    def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] == "attnres":
-            raise ModuleNotFoundError(name)
-sys.meta_path.insert(0, Absent())
 import torch, transformers
 source, target = sys.argv[1:]
 input_ids = torch.tensor([[3, 4, 5, 6, 7]])
@@ -259,7 +253,7 @@ def test_remote_code(family, tmp_path, monkeypatch):
         *("AutoConfig", "AutoModel", "AutoModelForCausalLM", "AutoModelForQuestionAnswering"),
         *("AutoModelForSequenceClassification", "AutoModelForTokenClassification"),
     }
-    printed = run_python(REMOTE_CODE, source, target, HF_MODULES_CACHE=str(tmp_path / "modules"))
+    printed = run_python(WITHOUT_PACKAGE + REMOTE_CODE, source, target, HF_MODULES_CACHE=str(tmp_path / "modules"))
     input_ids = torch.tensor([[3, 4, 5, 6, 7]])
     assert printed.strip().endswith(str(model.generate(input_ids, max_new_tokens=5, do_sample=False).tolist()))
     with torch.no_grad():

@@ -7,6 +7,15 @@ from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.depth_attention import depth_attention_reference
 
 
+# In front of a script: the package cannot be imported, as where it is not installed
+WITHOUT_PACKAGE = """
+import sys
+class Absent:
+    def find_spec(self, name, path=None, target=None):
+        if name.split(".")[0] == "attnres":
+            raise ModuleNotFoundError(name)
+sys.meta_path.insert(0, Absent())
+"""
 TINY = {
     "vocab_size": 97,
     "hidden_size": 32,
