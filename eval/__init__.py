@@ -95,6 +95,13 @@ def evaluate(
 
     if options.backend not in ("hf", "vllm"):
         raise ValueError(f"`backend={options.backend!r}` is neither hf nor vllm.")
+    if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, None), torch.dtype):
+        raise ValueError(f"`dtype={options.dtype!r}` is none of torch's; it is auto, float32, bfloat16 or the like.")
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise ValueError(f"`device={device!r}` is not there: {str(error).splitlines()[0]}") from None
     for model in models:
         if model.path.startswith((".", "/", "~")) and not Path(model.path).is_dir():
             raise ValueError(f"There is no folder `{model.path}`.")
@@ -102,6 +109,7 @@ def evaluate(
         options,
         data_digest=None if data_root is None else digest(Path(data_root)),
         tasks_digest=None if include_path is None else digest(Path(include_path)),
+        processes=int(os.environ.get("WORLD_SIZE", "1")),
     )
     output = Path(output).expanduser().absolute()
     output.mkdir(parents=True, exist_ok=True)
@@ -112,7 +120,7 @@ def evaluate(
             output,
             options=options,
             manager=manager,
-            device=device or ("cuda" if torch.cuda.is_available() else "cpu"),
+            device=device,
             batch_size=batch_size,
             allow_code_execution=allow_code_execution,
             make_model=make_model,

@@ -16,8 +16,10 @@
 In the output folder every model has a folder of its own, named after it and after a fingerprint of all that decides
 its scores: the checkpoint's files, dtype, adapter, chat template, limit, seed and the versions of the libraries. A
 finished benchmark is two files there: its samples, and then its summary, by which a later run knows that it is done.
+What an unfinished one has answered so far is a file beside them.
 """
 
+import contextlib
 import functools
 import gc
 import hashlib
@@ -36,7 +38,7 @@ import numpy as np
 import yaml
 from accelerate import PartialState
 from huggingface_hub.utils import tqdm
-from lm_eval.api.model import LM
+from lm_eval.api.model import LM, CacheHook, CachingLM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
@@ -111,7 +113,9 @@ def benchmarks_of_tasks(names: list[str], manager: TaskManager) -> list[Benchmar
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What decides scores, beside the model. `evaluate` fills the digests in, of the folders that it is given."""
+    """What decides scores, beside the model. `evaluate` fills in the digests of the folders that it is given, and the
+    number of processes: lm-eval draws examples from one stream in each.
+    """
 
     limit: int | None = None
     apply_chat_template: bool = False
@@ -120,6 +124,7 @@ class EvalOptions:
     backend: str = "hf"
     data_digest: str | None = None
     tasks_digest: str | None = None
+    processes: int = 1
 
 
 @dataclass(frozen=True)
@@ -172,7 +177,12 @@ def load_model(model: EvalModel, options: EvalOptions, device: str, batch_size: 
         if model.peft is not None:
             arguments["lora_local_path"] = model.peft
         return get_model("vllm").create_from_arg_obj(arguments, {"batch_size": batch_size, "device": device})
-    return HFLM(**arguments, peft=model.peft, device=device, batch_size=batch_size, backend="causal")
+    lm = HFLM(**arguments, peft=model.peft, device=device, batch_size=batch_size, backend="causal")
+    if hasattr(lm, "accelerator"):
+        # lm-eval divides the documents among processes only where there are several GPUs in one machine; elsewhere
+        # each process would do all of them and think itself the first
+        lm._rank, lm._world_size = lm.accelerator.process_index, lm.accelerator.num_processes
+    return lm
 
 
 @dataclass(frozen=True)
@@ -235,6 +245,57 @@ class ModelResults:
         }
         _write(samples_path, content)
         _write(summary_path, json.dumps(summary, indent=2).encode() + b"\n")
+
+    @contextlib.contextmanager
+    def resumable(self, benchmark: Benchmark, lm: LM) -> Iterator[LM]:
+        """The model, with every answer of its own kept until the benchmark is saved."""
+        samples_path, _ = self._paths(benchmark)
+        path = samples_path.with_name(f".{samples_path.stem}.{lm.rank}-of-{lm.world_size}.answers")
+        with _Answers(path) as answers:
+            yield _Remembering(lm, answers)
+            path.unlink()  # and not after an error: the next run goes on from there
+        lm.set_cache_hook(CacheHook(None))
+
+
+class _Remembering(CachingLM):
+    """lm-eval's cache of responses, on a file of lines. It is keyed by requests alone, so each model has its own.
+
+    Its own database costs a fifth of the time of a small model, and runs what somebody else may have pickled into it.
+    """
+
+    def __init__(self, lm: LM, answers: "_Answers"):
+        self.lm, self.cache_db, self.dbdict = lm, str(answers.path), answers
+        lm.set_cache_hook(self.get_cache_hook())
+
+
+class _Answers(dict):
+    """What was answered, by the hash of the request; what is added goes to a file at once."""
+
+    def __init__(self, path: Path):
+        super().__init__()
+        self.path = path
+
+    def __enter__(self) -> "_Answers":
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        whole = b""
+        if self.path.exists():
+            whole = self.path.read_bytes()
+            whole = whole[: whole.rfind(b"\n") + 1]  # a kill may have cut the last line
+            self.update(json.loads(line) for line in whole.splitlines())
+        self._file = self.path.open("ab", buffering=0)
+        self._file.truncate(len(whole))
+        return self
+
+    def __exit__(self, *exception):
+        self._file.close()
+
+    def __setitem__(self, key: str, value: Any):
+        if key not in self:
+            super().__setitem__(key, value)
+            self._file.write(json.dumps([key, value]).encode() + b"\n")
+
+    def commit(self):
+        """Every line is written already."""
 
 
 def _write(path: Path, content: bytes):
@@ -374,11 +435,11 @@ def run(
         for benchmark in todo
         if benchmark.runs_code and not allow_code_execution
     }
-    wait_for_everyone()
+    wait_for_everyone(device)
     loaded: dict[str, list] = {}
     with tqdm(total=sum(map(len, missing)), unit="benchmark", desc="Evaluating") as progress:
         for model, result, todo in zip(models, results, missing):
-            lm = None
+            lm = remembering = None
             for benchmark in todo:
                 progress.set_postfix_str(f"{model.name}: {benchmark.name}")
                 if benchmark.name not in loaded and benchmark.name not in skipped:
@@ -388,21 +449,23 @@ def run(
                         skipped[benchmark.name] = str(error)
                 if benchmark.name not in skipped:
                     if lm is None:
+                        if model is not models[0]:
+                            gc.collect()  # the one before, which refers to itself
                         lm = make_model(model, options, device, batch_size)
-                    finished = run_benchmark(benchmark, loaded[benchmark.name], lm, options)
-                    if finished is not None:
-                        result.save(benchmark, finished)
+                    with result.resumable(benchmark, lm) as remembering:
+                        finished = run_benchmark(benchmark, loaded[benchmark.name], remembering, options)
+                        if finished is not None:
+                            result.save(benchmark, finished)
                 progress.update()
-            del lm
-            gc.collect()
-    wait_for_everyone()
+    wait_for_everyone(device)
     return dict(_collect(models, benchmarks, output, options, skipped)), skipped
 
 
-def wait_for_everyone():
+def wait_for_everyone(device: str):
     """Where `accelerate launch` or torchrun has started several processes."""
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
-        PartialState().wait_for_everyone()
+        # Without `cpu`, processes on a machine without GPUs would not know of each other
+        PartialState(cpu=device == "cpu").wait_for_everyone()
 
 
 def _collect(

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -137,7 +138,7 @@ def test_interrupted(quick_eval, tmp_path, monkeypatch):
     quick_eval.answerers.clear()
     assert quick_eval("right", "some") == whole
     assert quick_eval.answerers.keys() == {"some"}
-    assert {task for task, _ in quick_eval.answerers["some"].asked} == {"hellaswag"}
+    assert not quick_eval.answerers["some"].asked  # what it had answered is kept, though not finished
     for name in ("results.json", "table.md"):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
@@ -329,13 +330,39 @@ def test_adapters_templates_and_batches(checkpoints, paper, tmp_path):
     assert not hashes[0] & hashes[1]
 
 
+def test_killed_inside_a_benchmark(checkpoints, paper, tmp_path):
+    """SIGKILL among the requests: those that were answered are not asked again."""
+    command = [sys.executable, "-m", "attnres.cli", "eval", checkpoints / "trained", "--tasks", "hellaswag"]
+    command += ["--data-root", paper[0], "-o"]
+    process = subprocess.Popen([*map(str, command), str(tmp_path / "killed")], stderr=subprocess.DEVNULL)
+    answered = 0
+    while answered < 20:
+        assert process.poll() is None
+        for path in (tmp_path / "killed").glob("models/*/.*.answers"):
+            answered = path.read_bytes().count(b"\n")
+    process.kill()
+    process.wait()
+    assert not (tmp_path / "killed/results.json").exists()
+    asked = {}
+    for name in ("killed", "whole"):
+        result = subprocess.run([*map(str, command), str(tmp_path / name)], capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        asked[name] = int(re.findall(r"Running loglikelihood requests: 100%.* (\d+)/\1 ", result.stderr)[-1])
+    assert asked["whole"] == 120 and asked["killed"] <= 100
+    for name in ("results.json", "table.md"):
+        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert not list((tmp_path / "killed").rglob("*.answers"))
+
+
 def test_two_processes(checkpoints, paper, tmp_path):
     """As `accelerate launch` and torchrun start them, on a CPU: the same scores as in one."""
     arguments = [
         checkpoints / "base",
         checkpoints / "trained",
-        "--suite",
-        "quick",
+        "--tasks",
+        "arc_challenge,hellaswag",  # with no examples: those are drawn in each process
+        "--limit",
+        "7",
         "--data-root",
         paper[0],
         "--device",
@@ -358,8 +385,9 @@ def test_two_processes(checkpoints, paper, tmp_path):
         command = [*launcher, "attnres.cli", "eval", *map(str, arguments), "-o", str(tmp_path / name)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr[-3000:]
-    one, two = (json.loads((tmp_path / name / "results.json").read_text()) for name in launchers)
-    assert one == two
+        assert ("| 28/28 [" in result.stderr) == (name == "one")  # requests of 7 documents, and of the half of them
+    one, two = (json.loads((tmp_path / name / "results.json").read_text())["rows"] for name in launchers)
+    assert one == two and one[1]["num_documents"] == 7
 
 
 def test_prefetch_without_internet(checkpoints, tmp_path, monkeypatch, capsys):
@@ -400,6 +428,9 @@ def test_reasons(error, way_out):
         (["eval", "model"], "There is nothing to evaluate on: give a suite or tasks"),
         (["eval", "model", "--suite", "best"], "`suite='best'` is neither one of paper, core, quick nor a file"),
         (["eval", "model", "--tasks", "arc_chalenge"], "`arc_chalenge` is not a task of lm-eval"),
+        (["eval", "model", "--suite", "quick", "--device", "cuda:99"], "`device='cuda:99'` is not there"),
+        (["eval", "model", "--suite", "quick", "--device", "abacus"], "`device='abacus'` is not there"),
+        (["eval", "model", "--suite", "quick", "--dtype", "fp23"], "`dtype='fp23'` is none of torch"),
         (["eval", "model", "--suite", "quick", "--data-root", "nowhere"], "`data_root='nowhere'` is no folder"),
         (["eval", "model", "--suite", "quick", "--backend", "x"], "`backend='x'` is neither hf nor vllm"),
         (["eval", "model", "--suite", "bad.yaml"], "is not a benchmark: it needs name, tasks (a list) and metric"),
