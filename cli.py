@@ -13,6 +13,7 @@
 # limitations under the License.
 """The `attnres` program."""
 
+import os
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -37,7 +38,14 @@ app = typer.Typer(
 
 console = Console()
 # What not every installation has, and the extra that brings it
-OPTIONAL_MODULES = {"lm_eval": "eval", "statsmodels": "eval", "scipy": "eval", "matplotlib": "eval", "peft": "peft"}
+OPTIONAL_MODULES = {
+    "datasets": "train",
+    "lm_eval": "eval",
+    "matplotlib": "eval",
+    "peft": "train",
+    "scipy": "eval",
+    "statsmodels": "eval",
+}
 
 
 @app.callback()
@@ -223,6 +231,36 @@ def eval_(
         console.print(f"[yellow]Skipped[/] {escape(name)}: {escape(reason)}", highlight=False)
     if skipped:
         raise typer.Exit(3)
+
+
+@app.command()
+def finetune(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Fields of the run; see training/configs.")],
+    fields: Annotated[
+        list[str] | None, typer.Argument(metavar="FIELD=VALUE...", help="In place of those of the file.")
+    ] = None,
+):
+    """Fine-tune a checkpoint: all of it, LoRA and the depth queries, or the queries alone. Run again, it resumes."""
+    import yaml
+
+    from .training import finetune
+
+    overrides = {}
+    for field in fields or []:
+        name, equals, value = field.partition("=")
+        if not equals:
+            raise ValueError(f"`{field}` is not of the form field=value.")
+        overrides[name] = yaml.safe_load(value)
+    result = finetune(config, overrides)
+    if os.environ.get("RANK", "0") != "0":  # of several processes the first one tells
+        return
+    before, after = result.losses[0], result.losses[-1]
+    console.print(f"Trained {result.trainable_parameters:,} parameters.", highlight=False)
+    console.print(f"Held-out loss: {before:.4f} before, {after:.4f} after", highlight=False)
+    if result.explanation is not None:
+        console.print(f"[yellow]Note:[/] {escape(result.explanation)}", highlight=False)
+    for path in (result.folder, *result.files):
+        console.print(f"Wrote {path}", highlight=False)
 
 
 @app.command()

@@ -22,6 +22,7 @@ The sublayers, norms, rope, masks and KV caches are those of the base architectu
 under their own parameter names. AttnRes adds `depth_queries` at the root of the model, and nothing else.
 """
 
+import copy
 import functools
 import sys
 import threading
@@ -83,6 +84,7 @@ class AttnResDepthQueries(nn.Module):
 
     def __init__(self, config: AttnResConfig):
         super().__init__()
+        self.block_size = config.attn_res_block_size
         # Small steps away from zero vanish in half precision, so these are at least fp32 in every model
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
         self.query = nn.Parameter(torch.zeros(config.num_sites, config.hidden_size, dtype=dtype))
@@ -100,6 +102,33 @@ class AttnResDepthQueries(nn.Module):
             return tensor.to(applied.device) if applied.dtype in (torch.float16, torch.bfloat16) else applied
 
         return super()._apply(keep_wide, recurse)
+
+    def __deepcopy__(self, memo: dict):
+        is_adapter = not memo
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        # CODEPATH: PEFT trains and saves a copy of this module alone (within a copy of a model the memo has the
+        # model). Shapes of queries do not tell how sublayers were divided into blocks, so what an adapter saves does
+        if is_adapter:
+            copied.register_buffer("trained_block_size", torch.tensor(self.block_size))
+        return copied
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        try:
+            self.check_trained_block_size(state_dict.get(f"{prefix}trained_block_size"))
+        except ValueError as error:
+            errors.append(str(error))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def check_trained_block_size(self, block_size: torch.Tensor | None):
+        """Raise a `ValueError` if an adapter was trained for other blocks than this model's."""
+        if block_size is not None and int(block_size) != self.block_size:
+            raise ValueError(
+                f"The adapter's depth queries were trained with `attn_res_block_size={int(block_size)}` and this model"
+                f" has {self.block_size}: the same queries would read from other sources. Load it on a conversion of"
+                " the base with the adapter's block size."
+            )
 
 
 class AttnResDepthRead(nn.Module):
@@ -318,6 +347,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["AttnResDecoderLayer", "AttnResDepthQueries"]
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["depth_queries"]
+    _keys_to_ignore_on_save = ["depth_queries.trained_block_size"]
     # What most bases can do, for those who ask the class; an instance knows its own base
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -382,7 +412,16 @@ class AttnResPreTrainedModel(PreTrainedModel):
 
     def load_adapter(self, *args, **kwargs):
         self.use_base_conversion_mapping(self.config)
-        return super().load_adapter(*args, **kwargs)
+        before = set(getattr(self, "peft_config", {}))
+        loading_info = super().load_adapter(*args, **kwargs)
+        try:  # here, as transformers sets tensors by itself
+            for module in self.modules():
+                if isinstance(module, AttnResDepthQueries):
+                    module.check_trained_block_size(getattr(module, "trained_block_size", None))
+        except ValueError:
+            self.delete_adapter(list(set(self.peft_config) - before))
+            raise
+        return loading_info
 
     # The base's method calls that of `PreTrainedModel`. trf-ignore: TRF018
     @torch.no_grad()

@@ -1,0 +1,410 @@
+"""`attnres finetune` and the adapters it makes: real files, real processes, the tools people use around them."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from tiny_models import convert, randomize_queries, tiny_base_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from attnres import AttnResForCausalLM
+from attnres.cli import main
+from attnres.conversion.parity import read_sample
+from attnres.demo import train_tokenizer
+from attnres.training import finetune, lora_config, queries_config
+from attnres.training.config import MODES
+from attnres.training.finetune import four_bits
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A base with its tokenizer, conversions of it, and texts."""
+    folder = tmp_path_factory.mktemp("finetune")
+    tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
+    torch.manual_seed(0)
+    base = tiny_base_model("qwen3", vocab_size=len(tokenizer))
+    for name, model in (("base", base), ("blocks-of-3", convert(base, 3)), ("blocks-of-2", convert(base, 2))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    paragraphs = [text for text in read_sample().split("\n\n") if text.strip()] * 20
+    write_jsonl(folder / "text.jsonl", [{"text": text} for text in paragraphs])
+    return folder
+
+
+def write_jsonl(path: Path, rows: list[dict]):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def fields(folder, output, **kwargs):
+    return {
+        "model": str(folder / "blocks-of-3"),
+        "dataset": str(folder / "text.jsonl"),
+        "output_dir": str(output),
+        "mode": "full",
+        "max_length": 32,
+        "max_steps": 12,
+        "per_device_train_batch_size": 4,
+        "learning_rate": "1e-2",  # as YAML reads it
+        "logging_steps": 1,
+        "eval_steps": 6,
+        "save_steps": 3,
+        "report_to": "none",
+        "use_cpu": True,
+        **kwargs,
+    }
+
+
+def input_ids():
+    return torch.randint(3, 300, (2, 11), generator=torch.Generator().manual_seed(0))
+
+
+def trained(model):
+    """As if trained: every trainable number moved."""
+    torch.manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.add_(0.1 * torch.randn_like(parameter))
+    return model.eval()
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_modes(folder, tmp_path, mode):
+    result = finetune(fields(folder, tmp_path / "out", mode=mode))
+    assert result.losses[-1] < result.losses[0]
+    assert result.explanation is None and all(path.exists() for path in result.files)
+    logged = [entry for entry in result.history if "loss" in entry]
+    assert len(logged) == 12 and logged[-1]["query_norm"] > 0.05 and 0 < logged[-1]["depth_entropy"] < 1
+    config = AttnResForCausalLM.from_pretrained(folder / "blocks-of-3").config
+    sites = [key for key in logged[-1] if key.startswith("depth/entropy_")]
+    assert len(sites) == config.num_sites - 1  # the first site has one source
+    if mode == "full":
+        model = AutoModelForCausalLM.from_pretrained(result.folder).eval()
+        assert (result.folder / "README.md").exists()
+    else:
+        model = AutoPeftModelForCausalLM.from_pretrained(result.folder).eval()
+    if mode == "queries":
+        assert result.trainable_parameters == config.num_sites * 2 * config.hidden_size
+        assert (result.folder / "adapter_model.safetensors").stat().st_size < 1_000_000
+    assert not list(result.folder.glob("*.bin")) and AutoTokenizer.from_pretrained(result.folder)
+    assert model.config.use_cache in (None, True)
+    # what was saved is what was evaluated
+    held_out = [row["eval_loss"] for row in result.history if "eval_loss" in row][-1]
+    again = finetune(fields(folder, tmp_path / "again", mode=mode))
+    assert again.losses[-1] == held_out and again.losses == result.losses
+
+
+def test_the_prenorm_twin_trains_too(folder, tmp_path):
+    for mode in ("lora", "full"):
+        result = finetune(fields(folder, tmp_path / mode, model=str(folder / "base"), mode=mode))
+        assert result.losses[-1] < result.losses[0] and "query_norm" not in result.history[1]
+
+
+def command(config: Path, *overrides):
+    return [sys.executable, "-m", "attnres.cli", "finetune", str(config), *overrides]
+
+
+@pytest.mark.parametrize("mode", ["full", "lora"])
+def test_killed_and_resumed(folder, tmp_path, mode):
+    """SIGKILL in the middle; run again, it comes to the same weights bit for bit."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(fields(folder, tmp_path / "killed", mode=mode, max_steps=40)))
+    process = subprocess.Popen(command(tmp_path / "run.yaml"), stderr=subprocess.PIPE, text=True)
+    start = time.time()
+    while not (tmp_path / "killed/checkpoint-6/trainer_state.json").exists():
+        assert process.poll() is None, process.stderr.read()
+        assert time.time() - start < 120
+    process.send_signal(signal.SIGKILL)
+    process.communicate()
+    assert not (tmp_path / "killed/final").exists()
+    # a checkpoint that was cut off is passed over
+    (tmp_path / "killed/checkpoint-99").mkdir()
+    done = max(int(path.parent.name[11:]) for path in (tmp_path / "killed").glob("checkpoint-*/trainer_state.json"))
+    for name in ("killed", "whole"):
+        result = subprocess.run(
+            command(tmp_path / "run.yaml", f"output_dir={tmp_path / name}"), capture_output=True, text=True
+        )
+        assert result.returncode == 0, result.stderr
+    history = json.loads((tmp_path / "killed/history.json").read_text())
+    assert 6 <= done < 40 and history[-1]["step"] == 40
+    file = "model.safetensors" if mode == "full" else "adapter_model.safetensors"
+    killed, whole = (load_file(tmp_path / name / "final" / file) for name in ("killed", "whole"))
+    assert killed.keys() == whole.keys()
+    assert all(torch.equal(killed[name], whole[name]) for name in whole)
+
+
+def test_two_processes_match_one(folder, tmp_path):
+    """DDP, and FSDP2 sharded at load: the loss curve of one process."""
+    base = fields(folder, tmp_path / "one", save_strategy="no")
+    one = finetune(base)
+    losses = {entry["step"]: entry["loss"] for entry in one.history if "loss" in entry}
+    for name, extra in (("ddp", {}), ("fsdp", {"fsdp_size": 2})):
+        config = {**base, **extra, "output_dir": str(tmp_path / name), "per_device_train_batch_size": 2}
+        (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29617"]
+        result = subprocess.run(
+            [*torchrun, *command(tmp_path / f"{name}.yaml")[1:]], capture_output=True, text=True, timeout=300
+        )
+        assert result.returncode == 0, result.stderr[-3000:]
+        assert result.stdout.count("Held-out loss") == 1
+        history = json.loads((tmp_path / name / "history.json").read_text())
+        assert {e["step"]: e["loss"] for e in history if "loss" in e} == pytest.approx(losses, abs=1e-4)
+        tensors, expected = (load_file(tmp_path / kind / "final/model.safetensors") for kind in (name, "one"))
+        assert tensors.keys() == expected.keys()
+        torch.testing.assert_close(
+            tensors["model.depth_queries.query"], expected["model.depth_queries.query"], atol=2e-3, rtol=0
+        )
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"lerning_rate": 1}, "There is no field `lerning_rate`; is it `learning_rate`?"),
+        ({"dataset": None}, "`dataset` is missing"),
+        ({"mode": "half"}, "`mode: half` is none of queries, lora, full"),
+        ({"learning_rate": "fast"}, "`learning_rate: fast` is not a number"),
+        ({"max_steps": 1.5}, "`max_steps: 1.5` is not a whole number"),
+        ({"packing": "perhaps"}, "`packing: perhaps` is neither true nor false"),
+        ({"max_length": 10**6}, "`max_length: 1000000` is more than the"),
+        ({"max_length": 1}, "leaves nothing to predict"),
+        ({"dataset": "./nowhere.jsonl"}, "There is no file or folder `./nowhere.jsonl`"),
+        ({"dataset": "{folder}/empty"}, "holds none of .jsonl"),
+        ({"dataset": "{folder}/broken.jsonl"}, "cannot be read as json"),
+        ({"dataset": "{folder}/other.jsonl"}, "The data has the columns story: it takes `text`, `messages`"),
+        ({"dataset": "{folder}/one.jsonl"}, "too few to hold out"),
+        ({"dataset": "{folder}/short.jsonl"}, "does not fill one row of `max_length: 32` tokens"),
+        ({"text_column": "story"}, "`text_column='story'` is none of the columns text"),
+        ({"dataset": "{folder}/chat.jsonl"}, "the tokenizer has no chat template"),
+        ({"model": "./nowhere"}, "There is no folder `./nowhere`"),
+        ({"model": "{folder}/base", "mode": "queries"}, "`mode: queries` needs an AttnRes checkpoint"),
+        ({"fsdp_size": 2, "mode": "lora"}, "`fsdp_size: 2` needs `mode: full`"),
+        ({"load_in_4bit": True}, "`load_in_4bit: true` needs `mode: lora` or `mode: queries`"),
+        ({"eval_fraction": 2.0}, "`eval_fraction: 2.0` is not between 0 and 1"),
+        ({"output_dir": "{folder}/base"}, "is not empty: name another folder"),
+        ({"output_dir": "{folder}/text.jsonl"}, "is a file"),
+        ({"eval_strategy": "sometimes"}, "sometimes is not a valid IntervalStrategy"),
+    ],
+    ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
+)
+def test_bad_configurations(folder, tmp_path, monkeypatch, capsys, changed, message):
+    """One line and exit code 1, before a model is loaded or a folder made."""
+    (folder / "empty").mkdir(exist_ok=True)
+    (folder / "broken.jsonl").write_text('{"text": ')
+    write_jsonl(folder / "other.jsonl", [{"story": "once"}] * 30)
+    write_jsonl(folder / "one.jsonl", [{"text": "once"}])
+    write_jsonl(folder / "short.jsonl", [{"text": "a"}] * 30)
+    write_jsonl(folder / "chat.jsonl", [{"messages": [{"role": "user", "content": "a"}]}] * 30)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
+    changed = {k: v.format(folder=folder) if isinstance(v, str) else v for k, v in changed.items()}
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump({**fields(folder, tmp_path / "out"), **changed}))
+    monkeypatch.setattr("sys.argv", ["attnres", "finetune", str(tmp_path / "run.yaml")])
+    with pytest.raises(SystemExit) as exit:
+        main()
+    printed = " ".join(capsys.readouterr().err.split())
+    assert exit.value.code == 1 and message in printed and "Traceback" not in printed
+    assert not (tmp_path / "out").exists()
+
+
+def test_outputs_are_not_mixed_up(folder, tmp_path):
+    finetune(fields(folder, tmp_path / "out", max_steps=3))
+    with pytest.raises(ValueError, match="holds a finished run"):
+        finetune(fields(folder, tmp_path / "out", max_steps=3))
+    (tmp_path / "out/final").rename(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="unfinished run with another `learning_rate`: 0.01, not 0.1"):
+        finetune(fields(folder, tmp_path / "out", max_steps=3, learning_rate=0.1))
+
+
+CHAT_TEMPLATE = (
+    "{% for message in messages %}<{{ message.role }}>{% if message.role == 'assistant' %}{% generation %}"
+    "{{ message.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ message.content }}{% endif %}{% endfor %}"
+)
+
+
+def test_kinds_of_data(folder, tmp_path):
+    """Chats and completions learn the answers alone; text, Parquet and folders are read alike."""
+    from datasets import Dataset
+
+    from attnres.training import data
+
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    chat = [{"role": "user", "content": "two and two"}, {"role": "assistant", "content": "four"}]
+    write_jsonl(tmp_path / "chat.jsonl", [{"messages": chat}])
+    write_jsonl(tmp_path / "answers.jsonl", [{"prompt": "two and two", "completion": "four"}])
+    for name in ("chat", "answers"):
+        row = data.tokenize(data.load(str(tmp_path / f"{name}.jsonl"), None, "train"), tokenizer)[0]
+        learned = [i for i, label in zip(row["input_ids"], row["labels"]) if label != -100]
+        assert tokenizer.decode(learned) == f"four{tokenizer.eos_token}"
+        assert "two and two" in tokenizer.decode(row["input_ids"])
+    text = "first line\nsecond line\n"
+    (tmp_path / "texts").mkdir()
+    (tmp_path / "texts/a.txt").write_text(text)
+    Dataset.from_list([{"text": text}]).to_parquet(tmp_path / "text.parquet")
+    rows = [
+        data.tokenize(data.load(str(tmp_path / name), None, "train"), tokenizer)[0]
+        for name in ("texts", "text.parquet")
+    ]
+    assert rows[0]["input_ids"] == rows[1]["input_ids"] and rows[0]["input_ids"][-1] == tokenizer.eos_token_id
+    (tmp_path / "texts/b.jsonl").write_text("{}")
+    with pytest.raises(ValueError, match="files of several kinds"):
+        data.load(str(tmp_path / "texts"), None, "train")
+    packed = data.pack(data.tokenize(Dataset.from_list([{"text": text}] * 9), tokenizer), 8)
+    ids = rows[0]["input_ids"] * 9
+    assert [i for row in packed["input_ids"] for i in row] == ids[: len(ids) // 8 * 8]
+
+
+def test_early_stopping_checkpointing_and_unpacked_rows(folder, tmp_path):
+    result = finetune(
+        fields(
+            folder,
+            tmp_path / "out",
+            mode="lora",
+            packing=False,
+            gradient_checkpointing=True,
+            gradient_accumulation_steps=2,
+            bf16=True,
+            early_stopping_patience=1,
+            learning_rate=10.0,
+            max_steps=60,
+            eval_steps=3,
+        )
+    )
+    assert result.history[-1]["step"] < 60, "nothing has stopped it"
+
+
+def test_queries_that_do_not_move_are_explained(folder, tmp_path):
+    result = finetune(fields(folder, tmp_path / "out", query_learning_rate=1e-5, query_weight_decay=0.1))
+    assert "The depth queries have hardly moved" in result.explanation
+    assert (
+        "query_learning_rate (now 1e-05)" in result.explanation
+        and "query_weight_decay (now 0.1)" in result.explanation
+    )
+
+
+def test_tensorboard(folder, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    finetune(fields(folder, tmp_path / "out", report_to="tensorboard", max_steps=3))
+    events = EventAccumulator(str(next((tmp_path / "out").rglob("events.out.*")).parent)).Reload()
+    assert {"train/loss", "train/query_norm", "train/depth_entropy", "eval/loss"} <= set(events.Tags()["scalars"])
+
+
+def test_ready_configurations_are_valid():
+    import attnres.training
+    from attnres.training.config import read_config, split_config
+
+    configs = Path(attnres.training.__file__).parent / "configs"
+    names = {path.stem for path in configs.glob("*.yaml")}
+    assert names == {"laptop_cpu", "one_gpu", "fsdp2", "accelerate_fsdp2"}
+    for name in names - {"accelerate_fsdp2"}:
+        config = read_config(configs / f"{name}.yaml", {"bf16": False})
+        assert split_config(config)[0].mode in MODES
+
+
+# --- adapters, with PEFT's own tools
+
+
+@pytest.mark.parametrize("kind", ["lora", "queries"])
+def test_adapters_load_switch_disable_and_merge(folder, tmp_path, kind):
+    model = AttnResForCausalLM.from_pretrained(folder / "blocks-of-3").eval()
+    untouched = model(input_ids()).logits
+    make = {"lora": lambda: lora_config(r=4), "queries": queries_config}[kind]
+    adapted = trained(get_peft_model(model, make()))
+    expected = adapted(input_ids()).logits
+    assert (expected - untouched).abs().max() > 1e-2
+    adapted.save_pretrained(tmp_path / "adapter")
+    assert torch.equal(AutoPeftModelForCausalLM.from_pretrained(tmp_path / "adapter")(input_ids()).logits, expected)
+    plain = AttnResForCausalLM.from_pretrained(folder / "blocks-of-3")
+    plain.load_adapter(tmp_path / "adapter")
+    assert torch.equal(plain(input_ids()).logits, expected)
+    plain.disable_adapters()
+    assert torch.equal(plain(input_ids()).logits, untouched)
+    adapted.add_adapter("other", make())
+    adapted.set_adapter("other")
+    torch.testing.assert_close(adapted(input_ids()).logits, untouched, atol=1e-6, rtol=0)
+    adapted.set_adapter("default")
+    assert torch.equal(adapted(input_ids()).logits, expected)
+    with adapted.disable_adapter():
+        assert torch.equal(adapted(input_ids()).logits, untouched)
+    adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
+    assert type(merged) is AttnResForCausalLM
+    torch.testing.assert_close(merged(input_ids()).logits, expected, atol=1e-5, rtol=0)
+    names = load_file(tmp_path / "merged/model.safetensors").keys()
+    assert names == load_file(folder / "blocks-of-3/model.safetensors").keys()
+
+
+@pytest.mark.parametrize("kind", ["lora", "queries"])
+def test_an_adapter_for_other_blocks_is_refused(folder, tmp_path, kind):
+    model = AttnResForCausalLM.from_pretrained(folder / "blocks-of-3")
+    make = {"lora": lambda: lora_config(r=4), "queries": queries_config}[kind]
+    get_peft_model(model, make()).save_pretrained(tmp_path / "adapter")
+    message = "trained with `attn_res_block_size=3` and this model has 2"
+    with pytest.raises(RuntimeError, match=message):
+        PeftModel.from_pretrained(AttnResForCausalLM.from_pretrained(folder / "blocks-of-2"), tmp_path / "adapter")
+    other = AttnResForCausalLM.from_pretrained(folder / "blocks-of-2")
+    before = other(input_ids()).logits
+    with pytest.raises(ValueError, match=message):
+        other.load_adapter(tmp_path / "adapter")
+    assert torch.equal(other(input_ids()).logits, before)
+
+
+def test_an_adapter_of_the_base_acts_the_same_on_its_conversion(folder, tmp_path):
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    config = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
+    adapted = trained(get_peft_model(base, config))
+    adapted.save_pretrained(tmp_path / "adapter")
+    expected = adapted(input_ids()).logits
+    for name in ("blocks-of-3", "blocks-of-2"):
+        model = PeftModel.from_pretrained(AttnResForCausalLM.from_pretrained(folder / name), tmp_path / "adapter")
+        torch.testing.assert_close(model.eval()(input_ids()).logits, expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("mode", ["lora", "queries"])
+def test_quantised_base_keeps_wide_queries(folder, tmp_path, mode):
+    """QLoRA: a base in 4 bits, read back on a base in 4 bits."""
+    result = finetune(fields(folder, tmp_path / "out", mode=mode, load_in_4bit=True, dtype="bfloat16"))
+    assert result.losses[-1] < result.losses[0] and result.history[-2]["step"] == 12
+    queries = load_file(result.folder / "adapter_model.safetensors")
+    query = next(tensor for name, tensor in queries.items() if name.endswith("query"))
+    assert query.dtype == torch.float32 and query.norm() > 0.1
+    base = AttnResForCausalLM.from_pretrained(
+        folder / "blocks-of-3", quantization_config=four_bits(), dtype=torch.bfloat16, device_map="cpu"
+    )
+    assert base.model.depth_queries.query.dtype == torch.float32
+    assert type(base.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"
+    model = PeftModel.from_pretrained(base, result.folder).eval()
+    assert torch.isfinite(model(input_ids()).logits).all()
+
+
+def test_generation_keeps_its_caches(folder, tmp_path):
+    """One token a step through the trunk, with the block cache, as before fine-tuning."""
+    result = finetune(fields(folder, tmp_path / "out", mode="queries"))
+    adapted = AutoPeftModelForCausalLM.from_pretrained(result.folder).eval()
+    merged = AutoPeftModelForCausalLM.from_pretrained(result.folder).merge_and_unload().eval()
+    expected = None
+    for model in (adapted, merged):
+        trunk, seen = model.base_model.model.model if model is adapted else model.model, []
+        hook = trunk.layers[0].register_forward_pre_hook(
+            lambda module, args, kwargs, seen=seen: seen.append((args[0].shape[1], kwargs["block_cache"])),
+            with_kwargs=True,
+        )
+        tokens = model.generate(input_ids=input_ids(), max_new_tokens=6, do_sample=False, pad_token_id=0)
+        hook.remove()
+        assert [length for length, _ in seen] == [11, 1, 1, 1, 1, 1] and all(cache is not None for _, cache in seen)
+        expected = tokens if expected is None else expected
+        assert torch.equal(tokens, expected)
+
+
+def test_randomised_queries_survive_a_change_of_nothing(folder, tmp_path):
+    """Zero steps away: an adapter of the queries starts from those of the model."""
+    model = randomize_queries(AttnResForCausalLM.from_pretrained(folder / "blocks-of-3")).eval()
+    expected = model(input_ids()).logits
+    assert torch.equal(get_peft_model(model, queries_config()).eval()(input_ids()).logits, expected)
