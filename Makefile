@@ -27,7 +27,7 @@ lint: $(VENV)/installed-dev
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[eval]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[eval,train]"
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed

@@ -11,10 +11,10 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""`attnres demo`: a PreNorm checkpoint becomes an AttnRes one that computes the same, on real text.
+"""`attnres demo`: a PreNorm checkpoint becomes an AttnRes one that computes the same, and is fine-tuned, on real text.
 
-The text is the Python standard library's own source, which is on every machine. Files are held out by their name, so
-that what the models are compared on was not trained on.
+The text is the Python standard library's own source, which is on every machine, and for fine-tuning that of networkx,
+which torch brings. Files are held out by their name, so that what the models are compared on was not trained on.
 """
 
 import json
@@ -24,6 +24,7 @@ import sysconfig
 import tempfile
 import time
 import zlib
+from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -188,6 +189,45 @@ def write_benchmark(folder: Path, texts: list[str], questions: int = 200) -> Pat
     return folder / "suite.yml"
 
 
+def finetune_both(base: Path, converted: Path, folder: Path, steps: int) -> dict[str, list[float]]:
+    """Train the PreNorm model and its conversion further on other text, at equal tokens, and draw both curves.
+
+    Returns:
+        Held-out losses of both, from before to after.
+    """
+    from .training import finetune
+    from .training.curves import plot_curves
+
+    root = Path(metadata.distribution("networkx").locate_file("networkx"))
+    texts = [path.read_text(encoding="utf-8") for path in sorted(root.rglob("*.py")) if "tests" not in path.parts]
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text))
+    results = {}
+    for name, model in (("PreNorm", base), ("AttnRes", converted)):
+        fields = {
+            "model": str(model),
+            "dataset": str(folder / "text.jsonl"),
+            "output_dir": str(folder / name.lower()),
+            "mode": "full",
+            "max_length": CONTEXT,
+            "per_device_train_batch_size": 16,
+            "max_steps": steps,
+            "learning_rate": 1e-3,
+            "query_learning_rate": 1e-2,
+            "weight_decay": 0.1,
+            "lr_scheduler_type": "cosine",
+            "logging_steps": max(1, steps // 10),
+            "eval_steps": max(1, steps // 5),
+            "save_strategy": "no",
+            "report_to": "none",
+            "use_cpu": True,
+        }
+        console.print(f"Fine-tuning the {name} model for {steps} steps on the source of networkx ...")
+        results[name] = finetune(fields)
+    plot_curves({name: result.history for name, result in results.items()}, folder / "loss", "Fine-tuned alike")
+    return {name: result.losses for name, result in results.items()}
+
+
 def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
     return checkpoint.tensors(list(checkpoint.weight_map))
 
@@ -219,7 +259,8 @@ def tokens_per_second(candidates: dict[str, torch.nn.Module], input_ids: torch.T
 
 def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
     """See `attnres demo --help`."""
-    from .eval import evaluate  # the one part that needs an extra; missing, it shows before work starts
+    from . import training  # noqa: F401 parts that need extras; a missing one shows before work starts
+    from .eval import evaluate
     from .eval.report import scores
 
     if output.is_file():
@@ -290,12 +331,23 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
         batch_size=16,
     )
     console.print(scores(results))
+    if model is None:
+        shutil.rmtree(output / "finetuned", ignore_errors=True)
+        console.print()
+        finetuned = finetune_both(base_path, output / "attnres", output / "finetuned", steps=max(1, steps // 5))
+        table = Table("held-out loss", *finetuned, title="What fine-tuning makes of them")
+        for i, label in ((0, "before"), (-1, "after")):
+            table.add_row(label, *(f"{losses[i]:.4f}" for losses in finetuned.values()))
+        console.print(table)
+        console.print("(One short run of a tiny model. The README tells of a study with several seeds.)")
     console.print(f"Largest difference of a logit: {difference:.1e} (fp32)")
     console.print(f"Greedy continuations unchanged: {unchanged} of {len(PROMPTS)}")
     console.print(f"PreNorm checkpoint: {base_path}")
     console.print(f"AttnRes checkpoint: {output / 'attnres'}, with its report and model card")
     console.print(f"Reverted checkpoint: {output / 'reverted'}")
     console.print(f"Evaluation: {output / 'eval'}, with its table and plot")
+    if model is None:
+        console.print(f"Fine-tuned checkpoints: {output / 'finetuned'}, with their curves in loss.png")
     console.print(f"Done in {time.perf_counter() - start:.0f} s.")
     if unchanged < len(PROMPTS) or abs(losses["PreNorm"] - losses["AttnRes"]) > 1e-4:
         raise ValueError("The AttnRes model does not compute what its base computes; please report this.")

@@ -111,7 +111,7 @@ class AttnResDepthQueries(nn.Module):
         # CODEPATH: PEFT trains and saves a copy of this module alone (within a copy of a model the memo has the
         # model). Shapes of queries do not tell how sublayers were divided into blocks, so what an adapter saves does
         if is_adapter:
-            copied.register_buffer("trained_block_size", torch.tensor(self.block_size))
+            copied.trained_block_size = nn.Buffer(torch.tensor(self.block_size))
         return copied
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):

@@ -12,7 +12,8 @@ All arms of a seed see the same windows in the same order and start from the sam
 import hashlib
 import json
 import os
-import resource
+import platform
+import statistics
 import sys
 import sysconfig
 import time
@@ -24,11 +25,14 @@ from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated
 
+import matplotlib.pyplot as plt
 import torch
 import typer
+from against_twin import activation_bytes, alternate
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.progress import Progress
+from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, set_seed
 
 from attnres import AttnResConfig, AttnResForCausalLM
@@ -58,6 +62,7 @@ SHAPE = Qwen3Config(
 )
 NUM_BLOCKS = 8
 QUERY_LEARNING_RATE = 1e-2  # the best one of the sweep
+SWEEP = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 LORA_RANK = 8
 RECENCY_BIAS = 3.0
 console = Console()
@@ -91,11 +96,11 @@ def all_runs() -> list[Run]:
     further = Run("continue", "prenorm", 0, steps=300, learning_rate=1e-3, query_learning_rate=QUERY_LEARNING_RATE)
     lora = replace(further, learning_rate=3e-3)
     runs = [replace(pretrain, seed=seed) for seed in SEEDS]
-    for query_lr in (1e-3, 3e-3, 1e-2, 3e-2, 1e-1):
+    for query_lr in SWEEP:
         for decay in (0.0, 0.1):
             arm = f"sweep_lr{query_lr:g}_decay{decay:g}"
             runs.append(replace(further, arm=arm, query_learning_rate=query_lr, query_weight_decay=decay))
-    for query_lr in (3e-3, 1e-2, 3e-2, 1e-1):
+    for query_lr in SWEEP[1:]:
         runs.append(replace(further, arm=f"sweep_queries_lr{query_lr:g}", query_learning_rate=query_lr))
     for seed in SEEDS:
         runs += [replace(further, arm=arm, seed=seed) for arm in ("prenorm", "block", "full", "queries")]
@@ -194,7 +199,7 @@ def continued(arm: str, base: Path, work: Path):
         torch.nn.init.normal_(model.model.depth_queries.query, std=0.02)
     if arm == "recency_bias":
         add_recency_bias(model)
-    if arm in ("queries", *(f"sweep_queries_lr{lr:g}" for lr in (3e-3, 1e-2, 3e-2, 1e-1))):
+    if arm == "queries" or arm.startswith("sweep_queries"):
         model = get_peft_model(model, queries_config())
     if arm == "lora_block":
         # The queries' parameters are taken from the rank of one kind of layer, so that both arms train equally many
@@ -281,7 +286,6 @@ def train(run: Run, work: Path) -> dict:
             if key.startswith("depth/entropy_")
         },
         "seconds": time.time() - start,
-        "peak_rss_mib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**10,
         "versions": {name: metadata.version(name) for name in ("torch", "transformers", "peft", *PACKAGES)},
         "python": sys.version.split()[0],
     }
@@ -341,6 +345,198 @@ def run_all(
             progress.advance(bar)
             console.print(f"{run.name}: held-out loss {last:.4f}, {result['seconds']:.0f} s", highlight=False)
     console.print(f"Wrote {results}/runs/*.json; `python benchmarks/study.py report` makes the tables and figures.")
+
+
+@app.command()
+def speed(
+    results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
+    pairs: Annotated[int, typer.Option(help="Alternating steps of each model.")] = 25,
+):
+    """Seconds and activation memory of a training step, the three models in turn in one process on one thread."""
+    torch.set_num_threads(1)
+    models = {arm: from_scratch(arm, 0).train() for arm in ("prenorm", "block", "full")}
+    ids = torch.randint(0, SHAPE.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+
+    def step_of(model):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+        def step():
+            model(ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    seconds = alternate([step_of(model) for model in models.values()], pairs, "Training steps")
+    sizes = {arm: activation_bytes(model, LENGTH, checkpointing=False) for arm, model in models.items()}
+    figures = {}
+    for i, arm in enumerate(models):
+        ratios = seconds[:, i] / seconds[:, 0]
+        figures[arm] = {
+            "seconds": seconds[:, i].median().item(),
+            "tokens_per_second": BATCH * LENGTH / seconds[:, i].median().item(),
+            "ratio": ratios.median().item(),
+            "ratio_quartiles": ratios.quantile(torch.tensor([0.25, 0.75], dtype=ratios.dtype)).tolist(),
+            "activations": sizes[arm] / sizes["prenorm"],
+        }
+    save({"figures": figures, "machine": platform.processor() or platform.machine()}, results / "speed.json")
+    console.print(figures)
+
+
+# --- tables and figures
+
+
+LABELS = {
+    "prenorm": "PreNorm",
+    "block": "8 blocks",
+    "full": "Full",
+    "queries": "8 blocks, queries alone",
+    "random_queries": "8 blocks, queries from N(0, 0.02)",
+    "recency_bias": f"8 blocks, recency bias of {RECENCY_BIAS:g}",
+    "lora_prenorm": "LoRA on PreNorm",
+    "lora_block": "LoRA and queries, 8 blocks",
+}
+COLOURS = dict(zip(LABELS, ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000", "#56B4E9")))
+
+
+def read_runs(results: Path) -> dict[tuple[str, str], dict[int, dict]]:
+    """By stage and arm, and then by seed."""
+    found: dict[tuple[str, str], dict[int, dict]] = {}
+    for run in all_runs():
+        path = results / "runs" / f"{run.name}.json"
+        if path.exists():
+            found.setdefault((run.stage, run.arm), {})[run.seed] = json.loads(path.read_text())
+    return found
+
+
+def last_loss(result: dict) -> float:
+    return list(result["held_out_loss"].values())[-1]
+
+
+def table_of(found, stage: str, arms: list[str]) -> str:
+    """Final held-out losses of the arms, and their differences from the first one, seed by seed."""
+    header = (
+        f"| | parameters | held-out loss (SD) | against {LABELS[arms[0]]}, by seed | mean [95 %] | depth entropy |"
+    )
+    lines = [header, "|---|---|---|---|---|---|"]
+    baseline = found.get((stage, arms[0]), {})
+    for arm in arms:
+        runs = found.get((stage, arm), {})
+        if not runs:
+            continue
+        losses = [last_loss(run) for run in runs.values()]
+        spread = f" ({statistics.stdev(losses):.3f})" if len(losses) > 1 else ""
+        differences = [last_loss(run) - last_loss(baseline[seed]) for seed, run in runs.items() if seed in baseline]
+        cells = ["", ""]
+        if arm != arms[0] and len(differences) > 1:
+            interval = stats.ttest_1samp(differences, 0).confidence_interval()
+            mean = statistics.mean(differences)
+            cells = [
+                ", ".join(f"{d:+.4f}" for d in differences),
+                f"{mean:+.4f} [{interval[0]:+.4f}, {interval[1]:+.4f}]",
+            ]
+        entropies = [list(run["depth_entropy"].values())[-1] for run in runs.values() if run["depth_entropy"]]
+        entropy = f"{statistics.mean(entropies):.3f}" if entropies else ""
+        trained = next(iter(runs.values()))["trainable_parameters"]
+        loss = f"{statistics.mean(losses):.4f}{spread}"
+        lines.append(f"| {LABELS[arm]} | {trained:,} | {loss} | {cells[0]} | {cells[1]} | {entropy} |")
+    return "\n".join(lines)
+
+
+def sweep_table(found) -> str:
+    lines = ["| query learning rate | decay 0 | decay 0.1 | queries alone |", "|---|---|---|---|"]
+    for lr in SWEEP:
+        names = (f"sweep_lr{lr:g}_decay0", f"sweep_lr{lr:g}_decay0.1", f"sweep_queries_lr{lr:g}")
+        runs = [found.get(("continue", name), {}).get(0) for name in names]
+        lines.append(
+            f"| {lr:g} | " + " | ".join("" if run is None else f"{last_loss(run):.4f}" for run in runs) + " |"
+        )
+    return "\n".join(lines)
+
+
+def plot_differences(found, stem: Path) -> list[Path]:
+    """Held-out loss less that of PreNorm with the same seed, over the steps: every seed thin, their mean bold."""
+    panels = (
+        ("pretrain", ["prenorm", "block", "full", "random_queries"], "from scratch"),
+        ("continue", ["prenorm", "block", "full", "queries", "random_queries", "recency_bias"], "continued"),
+        ("continue", ["lora_prenorm", "lora_block"], "adapters"),
+    )
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4))
+    for axis, (stage, arms, title) in zip(axes, panels):
+        baseline = found.get((stage, arms[0]), {})
+        for arm in arms[1:]:
+            curves = {
+                seed: {
+                    int(step): loss - baseline[seed]["held_out_loss"][step]
+                    for step, loss in run["held_out_loss"].items()
+                }
+                for seed, run in found.get((stage, arm), {}).items()
+                if seed in baseline
+            }
+            for curve in curves.values():
+                axis.plot(list(curve), list(curve.values()), color=COLOURS[arm], linewidth=0.7, alpha=0.5)
+            if curves:
+                steps = list(next(iter(curves.values())))
+                mean = [statistics.mean(curve[step] for curve in curves.values()) for step in steps]
+                axis.plot(steps, mean, color=COLOURS[arm], linewidth=2, label=LABELS[arm])
+        axis.axhline(0, color=COLOURS["prenorm"], linewidth=1)
+        axis.set(title=title, xlabel="step", ylabel=f"held-out loss less that of {LABELS[arms[0]]}")
+        axis.set_yscale("symlog", linthresh=0.02)
+        axis.legend(frameon=False, fontsize=8)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    figure.suptitle(
+        "Below the line is better than PreNorm (scale linear within 0.02, logarithmic outside)", fontsize=10
+    )
+    figure.tight_layout()
+    paths = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
+    for path in paths:
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    return paths
+
+
+@app.command()
+def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
+    """Write table.md and the figures anew, from the results alone."""
+    plt.rcParams["svg.hashsalt"] = "study"
+    found = read_runs(results)
+    manifest = json.loads((results / "manifest.json").read_text())
+    any_run = next(iter(next(iter(found.values())).values()))
+    steps = {run.stage: run.steps for run in all_runs()}
+    per_step = BATCH * LENGTH
+    sections = [
+        "# What Attention Residuals bring to a small model",
+        f"A Qwen3 of 12 layers, hidden size 64, 0.7M parameters. From scratch: {steps['pretrain']} steps of {per_step}"
+        f" tokens of the standard library ({manifest['library']['files']} files). Continued: {steps['continue']} steps"
+        f" on packages ({', '.join(PACKAGES)}; {manifest['packages']['files']} files) from the PreNorm checkpoint."
+        f" Held-out loss over {HELD_OUT_WINDOWS * LENGTH} tokens of files left out. Python {any_run['python']}, torch"
+        f" {any_run['versions']['torch']}, transformers {any_run['versions']['transformers']}, CPU, fp32.",
+        "Depth entropy is that of the depth weights over its largest value: 1 reads all depths alike, as PreNorm.",
+        "## From scratch",
+        table_of(found, "pretrain", ["prenorm", "block", "full", "random_queries"]),
+        "## Continued from the same PreNorm checkpoint",
+        table_of(found, "continue", ["prenorm", "block", "full", "queries", "random_queries", "recency_bias"]),
+        f"Peak learning rates: 1e-3 for weights, {QUERY_LEARNING_RATE:g} for queries, which are not decayed.",
+        "## Adapters, at equal steps and equal numbers of trained parameters",
+        table_of(found, "continue", ["lora_prenorm", "lora_block"]),
+        "## Learning rate and decay of the queries (seed 0; held-out loss at the end)",
+        sweep_table(found),
+    ]
+    if (results / "speed.json").exists():
+        lines = ["| | tokens/s | time of a step against PreNorm (quartiles) | activations |", "|---|---|---|---|"]
+        for arm, figure in json.loads((results / "speed.json").read_text())["figures"].items():
+            low, high = figure["ratio_quartiles"]
+            ratio = f"{figure['ratio']:.2f} ({low:.2f} to {high:.2f})"
+            lines.append(
+                f"| {LABELS[arm]} | {figure['tokens_per_second']:.0f} | {ratio} | {figure['activations']:.2f} |"
+            )
+        sections += ["## What it costs here (one thread, 25 alternating steps)", "\n".join(lines)]
+    sections.append("![differences](differences.png)")
+    (results / "table.md").write_text("\n\n".join(sections) + "\n")
+    paths = [results / "table.md", *plot_differences(found, results / "differences")]
+    for path in paths:
+        console.print(f"Wrote {path}", highlight=False)
 
 
 if __name__ == "__main__":

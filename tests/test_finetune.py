@@ -370,13 +370,18 @@ def test_an_adapter_of_the_base_acts_the_same_on_its_conversion(folder, tmp_path
 @pytest.mark.parametrize("mode", ["lora", "queries"])
 def test_quantised_base_keeps_wide_queries(folder, tmp_path, mode):
     """QLoRA: a base in 4 bits, read back on a base in 4 bits."""
-    result = finetune(fields(folder, tmp_path / "out", mode=mode, load_in_4bit=True, dtype="bfloat16"))
+    sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}  # 4-bit blocks have 64 weights
+    tokenizer = AutoTokenizer.from_pretrained(folder / "base")
+    convert(tiny_base_model("qwen3", vocab_size=len(tokenizer), **sizes), 3).save_pretrained(tmp_path / "model")
+    tokenizer.save_pretrained(tmp_path / "model")
+    changed = {"model": str(tmp_path / "model"), "load_in_4bit": True, "dtype": "bfloat16"}
+    result = finetune(fields(folder, tmp_path / "out", mode=mode, **changed))
     assert result.losses[-1] < result.losses[0] and result.history[-2]["step"] == 12
     queries = load_file(result.folder / "adapter_model.safetensors")
     query = next(tensor for name, tensor in queries.items() if name.endswith("query"))
     assert query.dtype == torch.float32 and query.norm() > 0.1
     base = AttnResForCausalLM.from_pretrained(
-        folder / "blocks-of-3", quantization_config=four_bits(), dtype=torch.bfloat16, device_map="cpu"
+        tmp_path / "model", quantization_config=four_bits(), dtype=torch.bfloat16, device_map="cpu"
     )
     assert base.model.depth_queries.query.dtype == torch.float32
     assert type(base.model.layers[0].mlp.up_proj).__name__ == "Linear4bit"

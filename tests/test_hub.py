@@ -284,3 +284,32 @@ def test_committed_cards_are_valid():
     for path in cards:
         card = ModelCard.load(path)
         assert card.data.library_name == "transformers" and "attnres" in card.data.tags and card.data.pipeline_tag
+
+
+PUSH_ADAPTER = """
+import sys
+from peft import get_peft_model
+import attnres, torch
+from attnres.training import lora_config
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained("tester/my-model")
+adapted = get_peft_model(model, lora_config(r=2)).eval()
+with torch.no_grad():
+    adapted.base_model.model.model.depth_queries.modules_to_save["default"].query.normal_()
+adapted.push_to_hub("tester/adapter")
+torch.save(adapted(torch.arange(3, 12)[None]).logits, sys.argv[1])
+"""
+LOAD_ADAPTER = """
+import sys
+from peft import AutoPeftModelForCausalLM
+import attnres, torch
+model = AutoPeftModelForCausalLM.from_pretrained("tester/adapter").eval()
+assert torch.equal(model(torch.arange(3, 12)[None]).logits, torch.load(sys.argv[1]))
+"""
+
+
+def test_adapters_go_to_the_hub_and_back(hub, checkpoint, tmp_path):
+    attnres(hub, "push", checkpoint, "tester/my-model")
+    python(hub, PUSH_ADAPTER, tmp_path / "logits.pt")
+    assert {"adapter_config.json", "adapter_model.safetensors"} <= hub.files("tester/adapter").keys()
+    python(hub, LOAD_ADAPTER, tmp_path / "logits.pt")

@@ -49,7 +49,7 @@ def plot_curves(histories: dict[str, list[dict[str, Any]]], stem: Path, title: s
         if has_depth:
             steps, entropies = curve(history, "depth_entropy")
             if steps:
-                axes[0, 1].plot([0, *steps], [1.0, *entropies] if steps[0] else entropies, color=colour, label=name)
+                axes[0, 1].plot(steps, entropies, color=colour, label=name)
     axes[0, 0].set(xlabel="step", ylabel="loss", title="held out (dots) and in training (pale)")
     axes[0, 0].legend(frameon=False)
     if has_depth:

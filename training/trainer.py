@@ -37,8 +37,8 @@ class AttnResTrainingArguments(TrainingArguments):
 class AttnResTrainer(Trainer):
     """A `Trainer` for AttnRes models, with adapters or without; other models train as with `Trainer`.
 
-    It takes [`AttnResTrainingArguments`]. With every training loss it logs, over the first rows of the evaluation data
-    (or of the training data):
+    It takes [`AttnResTrainingArguments`]. With every loss it logs, over the first two rows of the evaluation data (or
+    of the training data):
 
     - `query_norm`: mean norm of the folded queries over the sites.
     - `depth_entropy`: mean entropy of the depth weights over sites and tokens, as a part of its largest value: 1 is
@@ -46,15 +46,13 @@ class AttnResTrainer(Trainer):
     - `depth/query_norm_SITE` and `depth/entropy_SITE`: the same of every site with more than one source.
     """
 
-    num_observed_tokens = 512
-
     def __init__(self, *args, **kwargs):
         model = kwargs.get("model", args[0] if args else None)
         self._use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(*args, **kwargs)
-        if self.pop_callback(ProgressCallback) is not None:
-            self.add_callback(QuietProgressCallback)
-        self.pop_callback(PrinterCallback)
+        for loud, quiet in ((ProgressCallback, QuietProgressCallback), (PrinterCallback, QuietPrinterCallback)):
+            if self.pop_callback(loud) is not None:
+                self.add_callback(quiet)
         self.initial_queries = self.read_queries()
         self._observed = None
 
@@ -85,7 +83,7 @@ class AttnResTrainer(Trainer):
             config.use_cache = in_training
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
-        if "loss" in logs and self.initial_queries is not None:
+        if ("loss" in logs or "eval_loss" in logs) and self.initial_queries is not None:
             logs |= self.observe()
         super().log(logs, start_time)
 
@@ -109,15 +107,11 @@ class AttnResTrainer(Trainer):
     @torch.no_grad()
     def observe(self) -> dict[str, float]:
         if self._observed is None:
-            rows = self.train_dataset if not self.eval_dataset else self.eval_dataset
-            batch, num_tokens = [], 0
-            for row in (rows[i] for i in range(len(rows))):
-                batch.append(row)
-                num_tokens += len(row["input_ids"])
-                if num_tokens >= self.num_observed_tokens:
-                    break
-            self._observed = self.data_collator(batch)
-        batch = self._prepare_inputs({k: v for k, v in self._observed.items() if k in ("input_ids", "attention_mask")})
+            with torch.random.fork_rng():  # a data loader draws from the generator that training goes on with
+                loader = self.get_train_dataloader() if self.eval_dataset is None else self.get_eval_dataloader()
+                batch = next(iter(loader))
+            self._observed = {k: batch[k][:2] for k in ("input_ids", "attention_mask") if k in batch}
+        batch = self._prepare_inputs(self._observed)
         training = self.model.training
         self.model.eval()
         with self.compute_loss_context_manager():
@@ -153,8 +147,16 @@ class AttnResTrainer(Trainer):
         )
 
 
-class QuietProgressCallback(ProgressCallback):
-    """Progress bars, without the figures of every site in the terminal."""
+class _WithoutSites:
+    """Logs go to the terminal without the figures of every site."""
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         super().on_log(args, state, control, {k: v for k, v in (logs or {}).items() if "/" not in k}, **kwargs)
+
+
+class QuietProgressCallback(_WithoutSites, ProgressCallback):
+    pass
+
+
+class QuietPrinterCallback(_WithoutSites, PrinterCallback):
+    pass
