@@ -61,7 +61,8 @@ SHAPE = Qwen3Config(
     pad_token_id=0,
 )
 NUM_BLOCKS = 8
-QUERY_LEARNING_RATE = 1e-2  # the best one of the sweep
+# The best ones of the sweep: beside weights that train as well, and alone
+QUERY_LEARNING_RATE, QUERIES_ALONE_LEARNING_RATE = 3e-3, 1e-2
 SWEEP = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 LORA_RANK = 8
 RECENCY_BIAS = 3.0
@@ -103,7 +104,8 @@ def all_runs() -> list[Run]:
     for query_lr in SWEEP[1:]:
         runs.append(replace(further, arm=f"sweep_queries_lr{query_lr:g}", query_learning_rate=query_lr))
     for seed in SEEDS:
-        runs += [replace(further, arm=arm, seed=seed) for arm in ("prenorm", "block", "full", "queries")]
+        runs += [replace(further, arm=arm, seed=seed) for arm in ("prenorm", "block", "full")]
+        runs.append(replace(further, arm="queries", seed=seed, query_learning_rate=QUERIES_ALONE_LEARNING_RATE))
         runs += [replace(lora, arm=arm, seed=seed) for arm in ("lora_prenorm", "lora_block")]
         runs += [replace(further, arm=arm, seed=seed) for arm in ("random_queries", "recency_bias")]
     for seed in SEEDS:
@@ -517,7 +519,8 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
         table_of(found, "pretrain", ["prenorm", "block", "full", "random_queries"]),
         "## Continued from the same PreNorm checkpoint",
         table_of(found, "continue", ["prenorm", "block", "full", "queries", "random_queries", "recency_bias"]),
-        f"Peak learning rates: 1e-3 for weights, {QUERY_LEARNING_RATE:g} for queries, which are not decayed.",
+        f"Peak learning rates: 1e-3 for weights, {QUERY_LEARNING_RATE:g} for queries beside them and"
+        f" {QUERIES_ALONE_LEARNING_RATE:g} for queries alone; queries are not decayed.",
         "## Adapters, at equal steps and equal numbers of trained parameters",
         table_of(found, "continue", ["lora_prenorm", "lora_block"]),
         "## Learning rate and decay of the queries (seed 0; held-out loss at the end)",

@@ -53,6 +53,7 @@ def fields(folder, output, **kwargs):
         "max_steps": 12,
         "per_device_train_batch_size": 4,
         "learning_rate": "1e-2",  # as YAML reads it
+        "query_learning_rate": 1e-2,
         "logging_steps": 1,
         "eval_steps": 6,
         "save_steps": 3,

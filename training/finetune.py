@@ -110,12 +110,12 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
     if not any("eval_loss" in e and e["step"] == trainer.state.global_step for e in trainer.state.log_history):
         trainer.evaluate()
 
-    final = save_final(trainer, arguments, output)
     files = [output / "finetune.yaml", output / "history.json", output / "loss.png", output / "loss.svg"]
     if trainer.is_world_process_zero():
         _write(output / "history.json", json.dumps(trainer.state.log_history, indent=1))
         histories = {arguments.mode: trainer.state.log_history}
         plot_curves(histories, output / "loss", title=f"Fine-tuning {Path(arguments.model).name}")
+    final = save_final(trainer, arguments, output)  # at last: it says that the run is finished
     return FinetuneResult(final, trainer.state.log_history, trainable, trainer.explain_queries(), files)
 
 

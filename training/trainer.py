@@ -24,10 +24,10 @@ from transformers.trainer_callback import PrinterCallback
 
 @dataclass
 class AttnResTrainingArguments(TrainingArguments):
-    """`TrainingArguments` and what the depth queries need. Defaults are those of the study (see the README)."""
+    """`TrainingArguments` and what the depth queries need. The defaults come from the study (see the README)."""
 
     query_learning_rate: float | None = field(
-        default=None, metadata={"help": "Peak learning rate of queries and key norms; by default `learning_rate`."}
+        default=3e-3, metadata={"help": "Peak learning rate of queries and key norms; null takes `learning_rate`."}
     )
     query_weight_decay: float = field(
         default=0.0, metadata={"help": "Weight decay of the queries; it pulls them back to a PreNorm model."}
@@ -65,13 +65,18 @@ class AttnResTrainer(Trainer):
             for group in self.optimizer.param_groups:
                 queries += [p for p in group["params"] if ".depth_queries." in f".{names[id(p)]}"]
                 group["params"] = [p for p in group["params"] if ".depth_queries." not in f".{names[id(p)]}"]
-            lr = args.learning_rate if args.query_learning_rate is None else args.query_learning_rate
+            lr = self.query_learning_rate
             for parameter in queries:
                 # The key norm is a factor of the query: to decay it as well would be to decay twice
                 decay = args.query_weight_decay if names[id(parameter)].endswith(".query") else 0.0
                 self.optimizer.add_param_group({"params": [parameter], "lr": lr, "weight_decay": decay})
             self.optimizer.param_groups[:] = [group for group in self.optimizer.param_groups if group["params"]]
         return self.optimizer
+
+    @property
+    def query_learning_rate(self) -> float:
+        lr = getattr(self.args, "query_learning_rate", None)
+        return self.args.learning_rate if lr is None else lr
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
         # The Trainer switches the KV cache off, and so would leave models that generate slowly ever after
@@ -139,7 +144,7 @@ class AttnResTrainer(Trainer):
         # Keys have a norm of sqrt(hidden) and random directions: a query of norm 0.05 moves a score by about 0.05
         if moved >= 0.05:
             return None
-        lr, decay = self.args.query_learning_rate or self.args.learning_rate, self.args.query_weight_decay
+        lr, decay = self.query_learning_rate, getattr(self.args, "query_weight_decay", self.args.weight_decay)
         return (
             f"The depth queries have hardly moved, by a norm of {moved:.1e} at most in {self.state.global_step} steps,"
             f" and all depths are still read about equally. Raise query_learning_rate (now {lr:g}) or train longer"
