@@ -264,6 +264,40 @@ def finetune(
 
 
 @app.command()
+def bench(
+    output: Annotated[Path, typer.Option("--output", "-o", help="For figures, table and plot.")] = Path(
+        "attnres-bench"
+    ),
+    shape: Annotated[str, typer.Option(help="qwen3-0.6b, llama-3.2-1b, qwen3-8b, tiny.")] = "qwen3-0.6b",
+    variants: Annotated[str, typer.Option(help="Numbers of blocks, and full, separated by commas.")] = "8,4,full",
+    cases: Annotated[
+        str, typer.Option(help="decode-BATCH-KVLENGTH, prefill-LENGTH, train-LENGTH, separated by commas.")
+    ] = "decode-1-64,prefill-512,train-512",
+    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers, where the shape does not fit.")] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Alternating pairs per case.")] = 25,
+    dtype: Annotated[str, typer.Option(help="float32, bfloat16 ...")] = "float32",
+    device: Annotated[str, typer.Option(help="cpu, cuda:0 ...")] = "cpu",
+    compiled: Annotated[bool, typer.Option("--compile", help="With torch.compile as well.")] = False,
+):
+    """Measure AttnRes models against their PreNorm twin, alternating in one process."""
+    from .benchmarks.twin import bench
+
+    bench(
+        output,
+        shape=shape,
+        variants=tuple(variants.split(",")),
+        cases=tuple(cases.split(",")),
+        layers=layers,
+        pairs=pairs,
+        dtype=dtype,
+        device=device,
+        compiled=compiled,
+    )
+    console.print(Markdown((output / "bench.md").read_text()))
+    console.print(f"Wrote {output}/bench.json, bench.md, bench.png, bench.svg", highlight=False)
+
+
+@app.command()
 def report(folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of `attnres eval`.")]):
     """Write the tables and plots of finished evaluations anew, without running anything."""
     from .eval.report import rebuild

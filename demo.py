@@ -317,9 +317,7 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
     table.add_row("tokens/s, greedy", *(f"{speeds[name]:.1f}" for name in candidates))
     console.print(table)
     if model is None:
-        console.print(
-            "(A step of so small a model is mostly Python; for a real shape see benchmarks/against_twin.py.)"
-        )
+        console.print("(A step of so small a model is mostly Python; for a real shape see `attnres bench`.)")
     console.print("\nThe same comparison by `attnres eval`, on held-out source:")
     suite = write_benchmark(output / "benchmark", held_out)
     results = evaluate(

@@ -28,7 +28,6 @@ from typing import Annotated
 import matplotlib.pyplot as plt
 import torch
 import typer
-from against_twin import activation_bytes, alternate
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from rich.progress import Progress
@@ -36,6 +35,7 @@ from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, Qwen3Config, set_seed
 
 from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.benchmarks.twin import activation_bytes, alternate
 from attnres.conversion import convert
 from attnres.demo import train_tokenizer, windows
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
@@ -109,7 +109,7 @@ def all_runs() -> list[Run]:
         runs += [replace(lora, arm=arm, seed=seed) for arm in ("lora_prenorm", "lora_block")]
         runs += [replace(further, arm=arm, seed=seed) for arm in ("random_queries", "recency_bias")]
     for seed in SEEDS:
-        runs += [replace(pretrain, arm=arm, seed=seed) for arm in ("block", "full", "random_queries")]
+        runs += [replace(pretrain, arm=arm, seed=seed) for arm in ("block", "full")]
     return runs
 
 
@@ -180,8 +180,6 @@ def from_scratch(arm: str, seed: int):
     blocks = {"block_size": 1} if arm == "full" else {"num_blocks": NUM_BLOCKS}
     model = AttnResForCausalLM(AttnResConfig.from_base_config(SHAPE, attn_res_scale_norm_eps=False, **blocks))
     model.load_state_dict(prenorm.state_dict(), strict=False)
-    if arm == "random_queries":
-        torch.nn.init.normal_(model.model.depth_queries.query, std=0.02)
     return model
 
 
@@ -459,7 +457,7 @@ def sweep_table(found) -> str:
 def plot_differences(found, stem: Path) -> list[Path]:
     """Held-out loss less that of PreNorm with the same seed, over the steps: every seed thin, their mean bold."""
     panels = (
-        ("pretrain", ["prenorm", "block", "full", "random_queries"], "from scratch"),
+        ("pretrain", ["prenorm", "block", "full"], "from scratch"),
         ("continue", ["prenorm", "block", "full", "queries", "random_queries", "recency_bias"], "continued"),
         ("continue", ["lora_prenorm", "lora_block"], "adapters"),
     )
@@ -516,7 +514,7 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
         f" {any_run['versions']['torch']}, transformers {any_run['versions']['transformers']}, CPU, fp32.",
         "Depth entropy is that of the depth weights over its largest value: 1 reads all depths alike, as PreNorm.",
         "## From scratch",
-        table_of(found, "pretrain", ["prenorm", "block", "full", "random_queries"]),
+        table_of(found, "pretrain", ["prenorm", "block", "full"]),
         "## Continued from the same PreNorm checkpoint",
         table_of(found, "continue", ["prenorm", "block", "full", "queries", "random_queries", "recency_bias"]),
         f"Peak learning rates: 1e-3 for weights, {QUERY_LEARNING_RATE:g} for queries beside them and"

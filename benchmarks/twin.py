@@ -1,0 +1,374 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""`attnres bench`: AttnRes models against their PreNorm twin, in one process, alternating.
+
+The twin and all AttnRes models share their weights, random ones in the shape of a known model, and their optimizer.
+A figure is the ratio to the twin, pair by pair, as machines change their mood from minute to minute: median and
+quartiles over the pairs, and the ratio of the fastest runs. Memory is what autograd keeps for the backward pass of the
+decoder.
+"""
+
+import json
+import platform
+import subprocess
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import matplotlib
+
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import torch  # noqa: E402
+from rich.progress import track  # noqa: E402
+from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedConfig, Qwen3Config  # noqa: E402
+
+from ..configuration_attnres import AttnResConfig  # noqa: E402
+
+
+SHAPES = {
+    "qwen3-0.6b": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=True,
+    ),
+    "llama-3.2-1b": LlamaConfig(
+        vocab_size=128256,
+        hidden_size=2048,
+        intermediate_size=8192,
+        num_hidden_layers=16,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=64,
+        max_position_embeddings=131072,
+        tie_word_embeddings=True,
+    ),
+    "qwen3-8b": Qwen3Config(
+        vocab_size=151936,
+        hidden_size=4096,
+        intermediate_size=12288,
+        num_hidden_layers=36,
+        num_attention_heads=32,
+        num_key_value_heads=8,
+        head_dim=128,
+        tie_word_embeddings=False,
+    ),
+    "tiny": Qwen3Config(
+        vocab_size=256,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=8,
+        tie_word_embeddings=True,
+    ),
+}
+VARIANTS = ("8", "4", "full")
+TWIN = "PreNorm"
+# The kind of work and its sizes: batch and KV length of a decoding step, tokens of a prefill or a training step
+CASES = ("decode-1-64", "decode-1-2048", "decode-16-64", "decode-16-2048", "prefill-512", "prefill-4096", "train-512")
+DEFAULT_CASES = ("decode-1-64", "prefill-512", "train-512")
+DECODE_STEPS = 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One kind of work, such as `decode-1-64`, `prefill-512` or `train-512`."""
+
+    kind: str
+    batch: int
+    length: int
+
+    @classmethod
+    def parse(cls, text: str) -> "Case":
+        kind, *sizes = text.split("-")
+        if kind not in ("decode", "prefill", "train") or not all(size.isdecimal() and int(size) > 0 for size in sizes):
+            raise ValueError(f"`{text}` is no case: there are decode-BATCH-KVLENGTH, prefill-LENGTH and train-LENGTH.")
+        if len(sizes) != (2 if kind == "decode" else 1):
+            raise ValueError(f"`{text}` is no case: there are decode-BATCH-KVLENGTH, prefill-LENGTH and train-LENGTH.")
+        numbers = [int(size) for size in sizes]
+        return cls(kind, numbers[0], numbers[1]) if kind == "decode" else cls(kind, 1, numbers[0])
+
+
+def make_models(
+    shape: PreTrainedConfig, variants: list[str], dtype: torch.dtype, device: str
+) -> dict[str, torch.nn.Module]:
+    """The twin and AttnRes models on the same weights, with small random queries."""
+    torch.manual_seed(0)
+    with torch.device(device):
+        twin = AutoModelForCausalLM.from_config(shape, dtype=dtype).eval()
+    models = {TWIN: twin}
+    weights = twin.state_dict(keep_vars=True)
+    for variant in variants:
+        blocks = {"block_size": 1} if variant == "full" else {"num_blocks": int(variant)}
+        config = AttnResConfig.from_base_config(shape, attn_res_scale_norm_eps=True, **blocks)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype)
+        queries = torch.nn.init.normal_(torch.empty(config.num_sites, config.hidden_size, device=device), std=0.02)
+        own = {
+            "model.depth_queries.query": torch.nn.Parameter(queries),
+            "model.depth_queries.key_norm": torch.nn.Parameter(torch.ones_like(queries)),
+        }
+        model.load_state_dict({**weights, **own}, assign=True)
+        model.model.rotary_emb = twin.model.rotary_emb  # its buffers are in no state dict
+        models["Full" if variant == "full" else f"{variant} blocks"] = model.eval()
+    return models
+
+
+def work(case: Case, model: torch.nn.Module, shared: torch.optim.Optimizer, device: str) -> Callable[[], None]:
+    """A call that does the case's work once; `shared` is the optimizer of the weights that all models have."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, model.config.vocab_size, (case.batch, case.length), generator=generator).to(device)
+    if case.kind == "train":
+        queries = [parameter for name, parameter in model.named_parameters() if "depth_queries" in name]
+        optimizers = [shared, *([torch.optim.AdamW(queries, lr=1e-5)] if queries else [])]
+
+        def step():
+            model.train()
+            model(ids, labels=ids, use_cache=False).loss.backward()
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            model.eval()
+
+        return step
+    if case.kind == "prefill":
+
+        @torch.no_grad()
+        def prefill():
+            model(ids, logits_to_keep=1, use_cache=False)
+
+        return prefill
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, logits_to_keep=1)
+
+    @torch.no_grad()
+    def decode():
+        for _ in range(DECODE_STEPS):
+            model(ids[:, :1], past_key_values=cache)
+        cache.crop(-DECODE_STEPS)
+
+    return decode
+
+
+def alternate(candidates: list[Callable[[], None]], pairs: int, label: str, device: str = "cpu") -> torch.Tensor:
+    """Seconds per call, `[pairs, candidates]`; the order is turned round from pair to pair."""
+    synchronize = torch.cuda.synchronize if device.startswith("cuda") else lambda: None
+    seconds = torch.empty(pairs, len(candidates), dtype=torch.float64)
+    for candidate in candidates:
+        candidate()
+    for pair in track(range(pairs), description=label):
+        for index in range(len(candidates))[:: 1 if pair % 2 == 0 else -1]:
+            synchronize()
+            start = time.perf_counter()
+            candidates[index]()
+            synchronize()
+            seconds[pair, index] = time.perf_counter() - start
+    return seconds
+
+
+def activation_bytes(model: torch.nn.Module, length: int, checkpointing: bool, batch: int = 1) -> int:
+    """Bytes of the distinct storages saved for backward by the decoder, the LM head and its loss left out."""
+    weights = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    storages = {}
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in weights:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    model.train()
+    if checkpointing:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    ids = torch.zeros(batch, length, dtype=torch.long, device=model.device)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        hidden_states = model.model(ids, use_cache=False).last_hidden_state
+    size = sum(storages.values())
+    del hidden_states
+    if checkpointing:
+        model.gradient_checkpointing_disable()
+    model.eval()
+    return size
+
+
+def machine(device: str) -> dict[str, Any]:
+    """What a figure depends on, beside the code."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    processor = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
+    package = Path(__file__).parent
+    commit = subprocess.run(
+        ["git", "-C", str(package), "describe", "--always", "--dirty"], capture_output=True, text=True
+    )
+    return {
+        "processor": processor,
+        "threads": torch.get_num_threads(),
+        "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
+        "versions": {name: metadata.version(name) for name in ("attnres", "torch", "transformers")},
+        "commit": commit.stdout.strip() or None,
+        "date": datetime.now(timezone.utc).date().isoformat(),
+    }
+
+
+def bench(
+    output: Path,
+    *,
+    shape: str = "qwen3-0.6b",
+    variants: tuple[str, ...] = VARIANTS,
+    cases: tuple[str, ...] = DEFAULT_CASES,
+    layers: int | None = None,
+    pairs: int = 25,
+    dtype: str = "float32",
+    device: str = "cpu",
+    compiled: bool = False,
+) -> dict[str, Any]:
+    """Measure, and write `bench.json`, `bench.md` and a plot into a folder.
+
+    Args:
+        shape: one of `SHAPES`.
+        variants: numbers of blocks, or `full`.
+        cases: see `Case`.
+        layers: fewer layers than the shape has, where it does not fit.
+        pairs: alternating runs of each case.
+        compiled: with `torch.compile` as well as eager.
+
+    Raises:
+        ValueError: for what does not exist.
+    """
+    if shape not in SHAPES:
+        raise ValueError(f"`shape={shape!r}` is none of {', '.join(SHAPES)}.")
+    for variant in variants:
+        if variant != "full" and not (variant.isdecimal() and int(variant) > 0):
+            raise ValueError(f"`{variant}` is neither a number of blocks nor full.")
+    if not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"`dtype={dtype!r}` is none of torch's.")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"`device={device!r}`: torch finds no GPU.")
+    parsed = {case: Case.parse(case) for case in cases}
+    config = SHAPES[shape]
+    if layers is not None:
+        config = type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+    models = make_models(config, list(variants), getattr(torch, dtype), device)
+    shared = torch.optim.AdamW(models[TWIN].parameters(), lr=1e-5)
+    records = []
+    for text, case in parsed.items():
+        for mode in ("eager", "compiled") if compiled else ("eager",):
+            candidates = models
+            if mode == "compiled":
+                candidates = {name: torch.compile(model) for name, model in models.items()}
+            calls = [work(case, model, shared, device) for model in candidates.values()]
+            seconds = alternate(calls, pairs, f"{text}, {mode}", device)
+            for i, name in enumerate(models):
+                records.append(_record(text, mode, name, seconds[:, i], seconds[:, 0]))
+    memory = []
+    longest = max((case.length for case in parsed.values() if case.kind == "train"), default=None)
+    if longest is not None:
+        for checkpointing in (False, True):
+            sizes = {name: activation_bytes(model, longest, checkpointing) for name, model in models.items()}
+            for name, size in sizes.items():
+                memory.append(
+                    {"model": name, "checkpointing": checkpointing, "bytes": size, "ratio": size / sizes[TWIN]}
+                )
+    settings = {"shape": shape, "layers": config.num_hidden_layers, "dtype": dtype, "pairs": pairs}
+    results = {"settings": settings, "machine": machine(device), "time": records, "activations": memory}
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
+    report(output)
+    return results
+
+
+def _record(case: str, mode: str, model: str, seconds: torch.Tensor, twin: torch.Tensor) -> dict[str, Any]:
+    ratios = seconds / twin
+    low, median, high = (ratios.quantile(q).item() for q in (0.25, 0.5, 0.75))
+    return {
+        "case": case,
+        "mode": mode,
+        "model": model,
+        "fastest_seconds": seconds.min().item(),
+        "fastest_ratio": (seconds.min() / twin.min()).item(),
+        "median_ratio": median,
+        "quartiles": [low, high],
+    }
+
+
+def report(folder: Path) -> list[Path]:
+    """Write `bench.md` and the plot of a `bench.json` anew.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    if not (folder / "bench.json").is_file():
+        raise ValueError(f"`{folder}` holds no bench.json; `attnres bench` writes one.")
+    results = json.loads((folder / "bench.json").read_text())
+    settings, machine_ = results["settings"], results["machine"]
+    records = [record for record in results["time"] if record["model"] != TWIN]
+    names = list(dict.fromkeys(record["model"] for record in records))
+    lines = [f"| | twin | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
+    keys = list(dict.fromkeys((record["case"], record["mode"]) for record in results["time"]))
+    for key in keys:
+        of_key = {record["model"]: record for record in results["time"] if (record["case"], record["mode"]) == key}
+        steps = DECODE_STEPS if key[0].startswith("decode") else 1
+        cells = [
+            f"**{r['fastest_ratio']:.3f}**; {r['median_ratio']:.3f} ({low:.3f} to {high:.3f})"
+            for r, (low, high) in ((of_key[name], of_key[name]["quartiles"]) for name in names)
+        ]
+        twin = f"{of_key[TWIN]['fastest_seconds'] / steps * 1e3:.1f} ms"
+        lines.append(f"| {key[0]}, {key[1]} | {twin} | {' | '.join(cells)} |")
+    for checkpointing in dict.fromkeys(record["checkpointing"] for record in results["activations"]):
+        of_kind = {r["model"]: r for r in results["activations"] if r["checkpointing"] == checkpointing}
+        label = "activations" + (" with gradient checkpointing" if checkpointing else "")
+        cells = [f"**{of_kind[name]['ratio']:.2f}**" for name in names]
+        lines.append(f"| {label} | {of_kind[TWIN]['bytes'] / 2**20:.0f} MiB | {' | '.join(cells)} |")
+    versions = ", ".join(f"{name} {version}" for name, version in machine_["versions"].items())
+    caption = (
+        f"Shape of {settings['shape']}, {settings['layers']} layers, {settings['dtype']}, {machine_['device']}"
+        f" ({machine_['processor']}, {machine_['threads']} threads), {settings['pairs']} alternating pairs; ratio of"
+        f" the fastest runs, then median and quartiles over the pairs. {versions}, commit {machine_['commit']},"
+        f" {machine_['date']}."
+    )
+    (folder / "bench.md").write_text("\n".join(lines) + f"\n\n{caption}\n")
+
+    figure, axis = plt.subplots(figsize=(7, 0.5 + 0.32 * len(records)))
+    labels = [f"{record['case']}, {record['mode']}: {record['model']}" for record in records]
+    medians = [record["median_ratio"] for record in records]
+    errors = [
+        [record["median_ratio"] - record["quartiles"][0] for record in records],
+        [record["quartiles"][1] - record["median_ratio"] for record in records],
+    ]
+    places = range(len(records))[::-1]
+    axis.errorbar(medians, places, xerr=errors, fmt="o", color="#0072B2", capsize=3, label="median, quartiles")
+    axis.plot([record["fastest_ratio"] for record in records], places, "x", color="#D55E00", label="fastest")
+    axis.axvline(1, color="black", linewidth=1)
+    axis.set(yticks=list(places), yticklabels=labels, xlabel="time / PreNorm twin")
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25, axis="x")
+    figure.tight_layout()
+    paths = [folder / "bench.png", folder / "bench.svg"]
+    for path in paths:
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+    plt.close(figure)
+    return [folder / "bench.md", *paths]
