@@ -116,7 +116,8 @@ def command(config: Path, *overrides):
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_killed_and_resumed(folder, tmp_path, mode):
     """SIGKILL in the middle; run again, it comes to the same weights bit for bit."""
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(fields(folder, tmp_path / "killed", mode=mode, max_steps=40)))
+    config = fields(folder, tmp_path / "killed", mode=mode, max_steps=40, lora_dropout=0.1)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     process = subprocess.Popen(command(tmp_path / "run.yaml"), stderr=subprocess.PIPE, text=True)
     start = time.time()
     while not (tmp_path / "killed/checkpoint-6/trainer_state.json").exists():
