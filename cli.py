@@ -264,6 +264,44 @@ def finetune(
 
 
 @app.command()
+def inspect(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL [OTHER]", help="One checkpoint, or two to compare.")],
+    output: Annotated[Path, typer.Option("--output", "-o", help="For figures and pictures.")] = Path("attnres-depth"),
+    text: Annotated[str | None, typer.Option(help="What to read, in place of the built-in text.")] = None,
+    file: Annotated[Path | None, typer.Option(help="A UTF-8 text to read.")] = None,
+    base: Annotated[str | None, typer.Option(help="PreNorm checkpoint to draw the residual stream of.")] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to read.")] = 10_000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Windows of 512 tokens at a time.")] = 4,
+    dtype: Annotated[str, typer.Option(help="auto is that of the checkpoint.")] = "auto",
+    device: Annotated[str | None, typer.Option(help="cpu, cuda:0 ... [default: a GPU if there is one]")] = None,
+):
+    """Show what a model reads from where: depth weights over text, as pictures and JSON."""
+    from .inspection import inspect
+
+    results = inspect(
+        models,
+        output,
+        text=text,
+        file=file,
+        base=base,
+        max_tokens=max_tokens,
+        batch_size=batch_size,
+        dtype=dtype,
+        device=device,
+    )
+    for model in results["models"]:
+        sites = [site for site in model["sites"] if len(site["weights"]) > 1]
+        entropy = sum(site["relative_entropy"] for site in sites) / len(sites)
+        newest = sum(site["predecessor_weight"] for site in sites) / len(sites)
+        console.print(
+            f"{model['model']}: {model['num_tokens']:,} tokens; entropy {entropy:.3f} of its maximum, weight of the"
+            f" newest source {newest:.3f}",
+            highlight=False,
+        )
+    console.print(f"Wrote {output}/depth.json, weights.png, profiles.png and the same as SVG", highlight=False)
+
+
+@app.command()
 def bench(
     output: Annotated[Path, typer.Option("--output", "-o", help="For figures, table and plot.")] = Path(
         "attnres-bench"
