@@ -262,6 +262,7 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
     from . import training  # noqa: F401 parts that need extras; a missing one shows before work starts
     from .eval import evaluate
     from .eval.report import scores
+    from .inspection import inspect
 
     if output.is_file():
         raise ValueError(f"`--output {output}` is a file; name a folder.")
@@ -338,6 +339,16 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
             table.add_row(label, *(f"{losses[i]:.4f}" for losses in finetuned.values()))
         console.print(table)
         console.print("(One short run of a tiny model. The README tells of a study with several seeds.)")
+        console.print("\nWhat both read from where, before and after fine-tuning ...")
+        inspect(
+            [str(output / "attnres"), str(output / "finetuned/attnres/final")],
+            output / "depth",
+            text="\n".join(held_out),
+            max_tokens=4096,
+            length=CONTEXT,
+            batch_size=16,
+            device="cpu",
+        )
     console.print(f"Largest difference of a logit: {difference:.1e} (fp32)")
     console.print(f"Greedy continuations unchanged: {unchanged} of {len(PROMPTS)}")
     console.print(f"PreNorm checkpoint: {base_path}")
@@ -346,6 +357,7 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
     console.print(f"Evaluation: {output / 'eval'}, with its table and plot")
     if model is None:
         console.print(f"Fine-tuned checkpoints: {output / 'finetuned'}, with their curves in loss.png")
+        console.print(f"Depth weights: {output / 'depth'}, with the heat map weights.png")
     console.print(f"Done in {time.perf_counter() - start:.0f} s.")
     if unchanged < len(PROMPTS) or abs(losses["PreNorm"] - losses["AttnRes"]) > 1e-4:
         raise ValueError("The AttnRes model does not compute what its base computes; please report this.")

@@ -461,7 +461,7 @@ def plot_differences(found, stem: Path) -> list[Path]:
         ("continue", ["prenorm", "block", "full", "queries", "random_queries", "recency_bias"], "continued"),
         ("continue", ["lora_prenorm", "lora_block"], "adapters"),
     )
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4))
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.8))
     for axis, (stage, arms, title) in zip(axes, panels):
         baseline = found.get((stage, arms[0]), {})
         for arm in arms[1:]:
@@ -482,7 +482,10 @@ def plot_differences(found, stem: Path) -> list[Path]:
         axis.axhline(0, color=COLOURS["prenorm"], linewidth=1)
         axis.set(title=title, xlabel="step", ylabel=f"held-out loss less that of {LABELS[arms[0]]}")
         axis.set_yscale("symlog", linthresh=0.02)
-        axis.legend(frameon=False, fontsize=8)
+        axis.set_yticks([-0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2])
+        axis.yaxis.set_major_formatter("{x:+g}")
+        axis.minorticks_off()
+        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)
     figure.suptitle(

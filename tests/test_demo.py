@@ -27,12 +27,14 @@ def test_demo_and_its_rerun(tmp_path):
         assert "the same function, up to rounding" in " ".join(result.stdout.split())
         assert "All 46 tensors of the base are back, bit for bit." in result.stdout
     assert sorted(path.name for path in (tmp_path / "out").iterdir()) == [
-        *("attnres", "base", "benchmark", "eval", "finetuned", "reverted")
+        *("attnres", "base", "benchmark", "depth", "eval", "finetuned", "reverted")
     ]
     for name in ("prenorm", "attnres"):
         history = json.loads((tmp_path / "out/finetuned" / name / "history.json").read_text())
         assert history[-1]["step"] >= 1
     assert "What fine-tuning makes of them" in again.stdout and (tmp_path / "out/finetuned/loss.png").exists()
+    before, after = json.loads((tmp_path / "out/depth/depth.json").read_text())["models"]
+    assert before["num_tokens"] == after["num_tokens"] == 4096 and (tmp_path / "out/depth/weights.png").exists()
     line, text = json.loads((tmp_path / "out/eval/results.json").read_text())["rows"]
     assert line["num_documents"] == 200 and abs(line["comparisons"][0]["difference"]) < 0.02
     assert 0 < text["scores"][0][0] < 1 and abs(text["comparisons"][0]["difference"]) < 1e-5
