@@ -391,7 +391,8 @@ def main():
 
 
 def fail(message: str):
-    Console(stderr=True).print(f"[bold red]Error:[/] {escape(message)}", highlight=False)
+    # Not wrapped: a path in it can be copied
+    Console(stderr=True).print(f"[bold red]Error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     sys.exit(1)
 
 
