@@ -37,7 +37,7 @@ $(VENV)/installed-dev: $(VENV)/installed
 $(VENV)-5.19/installed: pyproject.toml constraints-5.19.txt
 	test -x $(VENV)-5.19/bin/python || $(PYTHON) -m venv $(VENV)-5.19
 	$(VENV)-5.19/bin/python -m pip install --quiet --constraint constraints-5.19.txt \
-		pytest pytest-timeout pytest-xdist hqq --editable .
+		pytest pytest-timeout pytest-xdist hqq --editable ".[train]"
 	touch $@
 
 clean:
