@@ -38,6 +38,7 @@ from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.benchmarks.twin import activation_bytes, alternate
 from attnres.conversion import convert
 from attnres.demo import train_tokenizer, windows
+from attnres.outputs import write_figure, write_file
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
 from attnres.training.adapters import lora_config, queries_config
 
@@ -293,10 +294,7 @@ def train(run: Run, work: Path) -> dict:
 
 
 def save(result: dict, path: Path):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    unfinished = path.with_suffix(".unfinished")
-    unfinished.write_text(json.dumps(result, indent=1) + "\n")
-    unfinished.replace(path)
+    write_file(path, json.dumps(result, indent=1) + "\n")
 
 
 @app.callback()
@@ -492,9 +490,7 @@ def plot_differences(found, stem: Path) -> list[Path]:
         "Below the line is better than PreNorm (scale linear within 0.02, logarithmic outside)", fontsize=10
     )
     figure.tight_layout()
-    paths = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for path in paths:
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+    paths = write_figure(figure, stem)
     plt.close(figure)
     return paths
 
@@ -537,7 +533,7 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
             )
         sections += ["## What it costs here (one thread, 25 alternating steps)", "\n".join(lines)]
     sections.append("![differences](differences.png)")
-    (results / "table.md").write_text("\n\n".join(sections) + "\n")
+    write_file(results / "table.md", "\n\n".join(sections) + "\n")
     paths = [results / "table.md", *plot_differences(found, results / "differences")]
     for path in paths:
         console.print(f"Wrote {path}", highlight=False)

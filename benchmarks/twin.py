@@ -40,6 +40,7 @@ from rich.progress import track  # noqa: E402
 from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedConfig, Qwen3Config  # noqa: E402
 
 from ..configuration_attnres import AttnResConfig  # noqa: E402
+from ..outputs import write_figure, write_file
 
 
 SHAPES = {
@@ -104,9 +105,8 @@ class Case:
     @classmethod
     def parse(cls, text: str) -> "Case":
         kind, *sizes = text.split("-")
-        if kind not in ("decode", "prefill", "train") or not all(size.isdecimal() and int(size) > 0 for size in sizes):
-            raise ValueError(f"`{text}` is no case: there are decode-BATCH-KVLENGTH, prefill-LENGTH and train-LENGTH.")
-        if len(sizes) != (2 if kind == "decode" else 1):
+        are_sizes = all(size.isdecimal() and int(size) > 0 for size in sizes)
+        if not are_sizes or len(sizes) != {"decode": 2, "prefill": 1, "train": 1}.get(kind):
             raise ValueError(f"`{text}` is no case: there are decode-BATCH-KVLENGTH, prefill-LENGTH and train-LENGTH.")
         numbers = [int(size) for size in sizes]
         return cls(kind, numbers[0], numbers[1]) if kind == "decode" else cls(kind, 1, numbers[0])
@@ -294,8 +294,7 @@ def bench(
                 )
     settings = {"shape": shape, "layers": config.num_hidden_layers, "dtype": dtype, "pairs": pairs}
     results = {"settings": settings, "machine": machine(device), "time": records, "activations": memory}
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "bench.json").write_text(json.dumps(results, indent=1) + "\n")
+    write_file(output / "bench.json", json.dumps(results, indent=1) + "\n")
     report(output)
     return results
 
@@ -349,7 +348,7 @@ def report(folder: Path) -> list[Path]:
         f" the fastest runs, then median and quartiles over the pairs. {versions}, commit {machine_['commit']},"
         f" {machine_['date']}."
     )
-    (folder / "bench.md").write_text("\n".join(lines) + f"\n\n{caption}\n")
+    write_file(folder / "bench.md", "\n".join(lines) + f"\n\n{caption}\n")
 
     figure, axis = plt.subplots(figsize=(7, 0.5 + 0.32 * len(records)))
     labels = [f"{record['case']}, {record['mode']}: {record['model']}" for record in records]
@@ -367,8 +366,6 @@ def report(folder: Path) -> list[Path]:
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25, axis="x")
     figure.tight_layout()
-    paths = [folder / "bench.png", folder / "bench.svg"]
-    for path in paths:
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else None)
+    paths = write_figure(figure, folder / "bench")
     plt.close(figure)
     return [folder / "bench.md", *paths]

@@ -44,6 +44,8 @@ from lm_eval.models.huggingface import HFLM
 from lm_eval.tasks import TaskManager
 from transformers import set_seed
 
+from ..outputs import write_file
+
 
 SUITES = ("paper", "core", "quick")
 CHECKPOINT_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".py")
@@ -243,8 +245,8 @@ class ModelResults:
             "samples_sha256": hashlib.sha256(content).hexdigest(),
             "finished": described,
         }
-        _write(samples_path, content)
-        _write(summary_path, json.dumps(summary, indent=2).encode() + b"\n")
+        write_file(samples_path, content)
+        write_file(summary_path, json.dumps(summary, indent=2) + "\n")
 
     @contextlib.contextmanager
     def resumable(self, benchmark: Benchmark, lm: LM) -> Iterator[LM]:
@@ -296,12 +298,6 @@ class _Answers(dict):
 
     def commit(self):
         """Every line is written already."""
-
-
-def _write(path: Path, content: bytes):
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(content)
-    unfinished.replace(path)
 
 
 class Unavailable(Exception):

@@ -35,6 +35,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
+from ..outputs import write_figure, write_file
 from .harness import Benchmark, EvalModel, EvalOptions, Finished, ModelResults
 from .statistics import compare, holm, score
 
@@ -167,18 +168,15 @@ def forest_plot(results: dict[str, Any], output: Path) -> list[Path]:
     figure.legend(loc="outside lower center", ncols=3, frameon=False, title="filled: p < 0.05 after Holm's correction")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
-    paths = [output / "differences.png", output / "differences.svg"]
-    for path in paths:
-        metadata = {"Date": None} if path.suffix == ".svg" else None
-        figure.savefig(path, dpi=160, metadata=metadata, bbox_inches="tight")
+    paths = write_figure(figure, output / "differences")
     plt.close(figure)
     return paths
 
 
 def write(results: dict[str, Any], output: Path) -> list[Path]:
     """Write all of it into a folder and return the paths."""
-    (output / "results.json").write_text(json.dumps(results, indent=2, default=list) + "\n", encoding="utf-8")
-    (output / "table.md").write_text(table(results), encoding="utf-8")
+    write_file(output / "results.json", json.dumps(results, indent=2, default=list) + "\n")
+    write_file(output / "table.md", table(results))
     return [output / "results.json", output / "table.md", *forest_plot(results, output)]
 
 

@@ -23,6 +23,7 @@ import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 
+from ..outputs import write_figure
 from .measure import DepthStatistics  # noqa: E402
 
 
@@ -103,9 +104,6 @@ def draw(statistics: list[DepthStatistics], output: Path) -> list[Path]:
     """Write all pictures as PNG and SVG; their paths."""
     paths = []
     for name, figure in (("weights", heat_map(statistics)), ("profiles", profiles(statistics))):
-        for suffix in (".png", ".svg"):
-            path = output / f"{name}{suffix}"
-            figure.savefig(path, dpi=130, metadata={"Date": None} if suffix == ".svg" else None)
-            paths.append(path)
+        paths += write_figure(figure, output / name)
         plt.close(figure)
     return paths

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenize
 
 from ..configuration_attnres import AttnResConfig
 from ..conversion.parity import read_sample
+from ..outputs import write_file
 
 
 SCHEMA = 1
@@ -281,8 +282,7 @@ def inspect(
         statistics.append(measure(model, windows, name=name, text=source, base=base_model, batch_size=batch_size))
     results = {"schema": SCHEMA, "models": [asdict(of_model) for of_model in statistics]}
     output = Path(output)
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "depth.json").write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
+    write_file(output / "depth.json", json.dumps(results, indent=1) + "\n")
     draw(statistics, output)
     return results
 

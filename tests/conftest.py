@@ -11,7 +11,24 @@ import pytest
 import torch
 from tiny_models import TINY
 
+from attnres.cli import main
+
 
 @pytest.fixture
 def input_ids():
     return torch.randint(3, TINY["vocab_size"], (3, 11), generator=torch.Generator().manual_seed(0))
+
+
+@pytest.fixture
+def run_attnres(monkeypatch):
+    """The `attnres` program in this process, `main` included: arguments in, exit code out."""
+
+    def run(*args) -> int:
+        monkeypatch.setattr("sys.argv", ["attnres", *map(str, args)])
+        try:
+            main()
+        except SystemExit as exit:
+            return exit.code or 0
+        return 0
+
+    return run

@@ -18,7 +18,6 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelF
 from typer.testing import CliRunner
 
 from attnres import AttnResForCausalLM
-from attnres.cli import main
 from attnres.conversion import convert, open_checkpoint, revert, verify
 from attnres.conversion import parity as parity_module
 from attnres.demo import train_tokenizer
@@ -137,29 +136,19 @@ def test_links(base, tmp_path):
 @pytest.mark.parametrize(
     "kwargs, size", [({}, 1), ({"num_blocks": 2}, 4), ({"block_size": 5}, 5), ({"full": True}, 1)]
 )
-def test_python_and_command_line_say_the_same(kwargs, size, base, tmp_path, monkeypatch, capsys):
+def test_python_and_command_line_say_the_same(kwargs, size, base, tmp_path, run_attnres, capsys):
     report = convert(base, tmp_path / "python", verify=False, **kwargs)
     options = [
         item
         for name, value in kwargs.items()
         for item in ([f"--{name.replace('_', '-')}"] + ([] if value is True else [str(value)]))
     ]
-    run(monkeypatch, "convert", base, tmp_path / "cli", "--no-verify", *options)
+    run_attnres("convert", base, tmp_path / "cli", "--no-verify", *options)
     assert report.block_size == size
     python, cli = contents(tmp_path / "python"), contents(tmp_path / "cli")
     assert python.keys() == cli.keys()
     named = {"README.md", "conversion_report.json", "conversion_report.md"}  # they name the folder
     assert {name for name in python if python[name] != cli[name]} <= named
-
-
-def run(monkeypatch, *args) -> int:
-    """The program in this process, `main` included."""
-    monkeypatch.setattr("sys.argv", ["attnres", *map(str, args)])
-    try:
-        main()
-    except SystemExit as exit:
-        return exit.code or 0
-    return 0
 
 
 def test_change_of_blocks(base, tmp_path):
@@ -337,13 +326,13 @@ def test_a_conversion_that_is_not_equal_leaves_nothing(base, tmp_path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
 
-def test_verify_on_the_command_line(base, tmp_path, monkeypatch, capsys):
+def test_verify_on_the_command_line(base, tmp_path, run_attnres, capsys):
     convert(base, tmp_path / "attnres", verify=False)
     (tmp_path / "text.txt").write_text("import os\n" * 40)
-    assert run(monkeypatch, "verify", base, tmp_path / "attnres", "--text", tmp_path / "text.txt") == 0
+    assert run_attnres("verify", base, tmp_path / "attnres", "--text", tmp_path / "text.txt") == 0
     assert "the same function, up to rounding" in " ".join(capsys.readouterr().out.split())
     other = broken(tmp_path / "attnres", tmp_path, lambda loaded: [t.mul_(1.1) for t in loaded.values()])
-    assert run(monkeypatch, "verify", base, other) == 1
+    assert run_attnres("verify", base, other) == 1
     assert "they differ, first at the input of the attention of layer 0" in " ".join(capsys.readouterr().out.split())
 
 
@@ -534,12 +523,12 @@ def fill(path):
     ],
     ids=lambda value: " ".join(value[1:]) if isinstance(value, list) else "",
 )
-def test_bad_arguments(arguments, message, base, tmp_path, monkeypatch, capsys):
+def test_bad_arguments(arguments, message, base, tmp_path, monkeypatch, capsys, run_attnres):
     """One line on the command line, exit code 1, nothing written."""
     monkeypatch.chdir(tmp_path)
     fill(tmp_path / "full")
     before = contents(tmp_path)
-    assert run(monkeypatch, "convert", *arguments) == 1
+    assert run_attnres("convert", *arguments) == 1
     error = " ".join(capsys.readouterr().err.split())
     assert "Error: " in error and message in error and "Traceback" not in error
     assert contents(tmp_path) == before and not (tmp_path / "out").exists()

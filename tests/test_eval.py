@@ -18,7 +18,6 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import convert, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM
 
-from attnres.cli import main
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite, surroundings
@@ -241,20 +240,11 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
-def attnres(monkeypatch, *args) -> int:
-    monkeypatch.setattr("sys.argv", ["attnres", *map(str, args)])
-    try:
-        main()
-    except SystemExit as exit:
-        return exit.code or 0
-    return 0
-
-
-def test_command_line(checkpoints, paper, tmp_path, monkeypatch, capsys):
+def test_command_line(checkpoints, paper, tmp_path, monkeypatch, capsys, run_attnres):
     monkeypatch.chdir(tmp_path)
     models = [checkpoints / "base", checkpoints / "trained"]
     arguments = ["eval", *models, "-o", "out", "--suite", "quick", "--data-root", paper[0], "--limit", 4]
-    assert attnres(monkeypatch, *arguments) == 0
+    assert run_attnres(*arguments) == 0
     printed = capsys.readouterr().out
     assert "HellaSwag" in printed and "trained" in printed
     results = json.loads((tmp_path / "out/results.json").read_text())
@@ -263,24 +253,22 @@ def test_command_line(checkpoints, paper, tmp_path, monkeypatch, capsys):
     table = (tmp_path / "out/table.md").read_text()
     assert "| 83.2 | 83.4 |" in table
     (tmp_path / "out/table.md").unlink()
-    assert attnres(monkeypatch, "report", "out") == 0
+    assert run_attnres("report", "out") == 0
     assert (tmp_path / "out/table.md").read_text() == table
     # the model card shows it
     trained = tmp_path / "trained"
     shutil.copytree(checkpoints / "trained", trained)
     for _ in range(2):
-        assert attnres(monkeypatch, "card", trained, "--evaluation", "out") == 0
+        assert run_attnres("card", trained, "--evaluation", "out") == 0
     card = ModelCard.load(trained / "README.md")
     scores = {result.dataset_type: result.metric_value for result in card.data.eval_results}
     assert scores == {row["benchmark"]["tasks"][0]: round(100 * row["scores"][1][0], 2) for row in results["rows"]}
     assert table in card.text and "![differences to the baseline](evaluation/differences.png)" in card.text
     shutil.copytree(trained, tmp_path / "unknown")
-    assert attnres(monkeypatch, "card", tmp_path / "unknown", "--evaluation", "out") == 1
+    assert run_attnres("card", tmp_path / "unknown", "--evaluation", "out") == 1
     assert "holds no evaluation of `unknown`, only of base, trained" in " ".join(capsys.readouterr().err.split())
     # a row that is skipped shows in the exit code
-    assert (
-        attnres(monkeypatch, *arguments[:3], "-o", "out2", "--suite", "core", "--data-root", paper[0] / "Rowan") == 3
-    )
+    assert run_attnres(*arguments[:3], "-o", "out2", "--suite", "core", "--data-root", paper[0] / "Rowan") == 3
     assert "HumanEval: it runs generated code; `--allow-code-execution` allows that" in capsys.readouterr().out
 
 
@@ -390,10 +378,10 @@ def test_two_processes(checkpoints, paper, tmp_path):
     assert one == two and one[1]["num_documents"] == 7
 
 
-def test_prefetch_without_internet(checkpoints, tmp_path, monkeypatch, capsys):
+def test_prefetch_without_internet(checkpoints, tmp_path, monkeypatch, capsys, run_attnres):
     """It tells what is missing and why, and which command would mend it."""
     monkeypatch.chdir(tmp_path)
-    assert attnres(monkeypatch, "eval", checkpoints / "base", "--suite", "quick", "--prefetch") == 3
+    assert run_attnres("eval", checkpoints / "base", "--suite", "quick", "--prefetch") == 3
     printed = " ".join(capsys.readouterr().out.split())
     assert "There now:" in printed and "Skipped HellaSwag: " in printed and "To mend it: " in printed
 
@@ -439,12 +427,12 @@ def test_reasons(error, way_out):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_bad_input(arguments, message, tmp_path, monkeypatch, capsys):
+def test_bad_input(arguments, message, tmp_path, monkeypatch, capsys, run_attnres):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "bad.yaml").write_text("- mmlu\n")
     (tmp_path / "odd.yaml").write_text("- {name: x, tasks: [mmlu], metric: acc, shots: 5}\n")
     before = sorted(os.listdir())
-    assert attnres(monkeypatch, *arguments) == 1
+    assert run_attnres(*arguments) == 1
     error = " ".join(capsys.readouterr().err.split())
     assert message in error and "Traceback" not in error
     assert sorted(os.listdir()) == before

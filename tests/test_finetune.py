@@ -16,7 +16,6 @@ from tiny_models import convert, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResForCausalLM
-from attnres.cli import main
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.training import finetune, lora_config, queries_config
@@ -195,7 +194,7 @@ def test_two_processes_match_one(folder, tmp_path):
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )
-def test_bad_configurations(folder, tmp_path, monkeypatch, capsys, changed, message):
+def test_bad_configurations(folder, tmp_path, monkeypatch, capsys, changed, message, run_attnres):
     """One line and exit code 1, before a model is loaded or a folder made."""
     (folder / "empty").mkdir(exist_ok=True)
     (folder / "broken.jsonl").write_text('{"text": ')
@@ -206,11 +205,9 @@ def test_bad_configurations(folder, tmp_path, monkeypatch, capsys, changed, mess
     monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", None)
     changed = {k: v.format(folder=folder) if isinstance(v, str) else v for k, v in changed.items()}
     (tmp_path / "run.yaml").write_text(yaml.safe_dump({**fields(folder, tmp_path / "out"), **changed}))
-    monkeypatch.setattr("sys.argv", ["attnres", "finetune", str(tmp_path / "run.yaml")])
-    with pytest.raises(SystemExit) as exit:
-        main()
+    assert run_attnres("finetune", tmp_path / "run.yaml") == 1
     printed = " ".join(capsys.readouterr().err.split())
-    assert exit.value.code == 1 and message in printed and "Traceback" not in printed
+    assert message in printed and "Traceback" not in printed
     assert not (tmp_path / "out").exists()
 
 

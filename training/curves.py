@@ -22,6 +22,8 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 
+from ..outputs import write_figure
+
 
 # Okabe and Ito's colours, which colour-blind people can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
@@ -60,8 +62,6 @@ def plot_curves(histories: dict[str, list[dict[str, Any]]], stem: Path, title: s
         axis.grid(alpha=0.25)
     figure.suptitle(title)
     figure.tight_layout()
-    paths = [stem.with_suffix(suffix) for suffix in (".png", ".svg")]
-    for path in paths:
-        figure.savefig(path, dpi=150, metadata={"Date": None} if path.suffix == ".svg" else None)
+    paths = write_figure(figure, stem)
     plt.close(figure)
     return paths

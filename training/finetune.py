@@ -35,6 +35,7 @@ from transformers import (
 )
 
 from ..model_cards import write_model_card
+from ..outputs import write_file
 from . import data
 from .adapters import lora_config, queries_config
 from .config import FinetuneArguments, check_run, read_config, read_model_config, split_config
@@ -94,7 +95,7 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
 
     output.mkdir(parents=True, exist_ok=True)
     if training.process_index == 0:
-        _write(output / "finetune.yaml", yaml.safe_dump(config, sort_keys=True))
+        write_file(output / "finetune.yaml", yaml.safe_dump(config, sort_keys=True))
     trainer = AttnResTrainer(
         model=load_model(arguments, model_config, training),
         args=training,
@@ -112,7 +113,7 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
 
     files = [output / "finetune.yaml", output / "history.json", output / "loss.png", output / "loss.svg"]
     if trainer.is_world_process_zero():
-        _write(output / "history.json", json.dumps(trainer.state.log_history, indent=1))
+        write_file(output / "history.json", json.dumps(trainer.state.log_history, indent=1))
         histories = {arguments.mode: trainer.state.log_history}
         plot_curves(histories, output / "loss", title=f"Fine-tuning {Path(arguments.model).name}")
     final = save_final(trainer, arguments, output)  # at last: it says that the run is finished
@@ -236,9 +237,3 @@ def save_final(trainer: AttnResTrainer, arguments: FinetuneArguments, output: Pa
         unfinished.rename(final)
     trainer.accelerator.wait_for_everyone()
     return final
-
-
-def _write(path: Path, text: str):
-    unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_text(text, encoding="utf-8")
-    unfinished.replace(path)

@@ -1,0 +1,41 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""Output files that are there in full or not at all: written beside, then renamed."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+
+def write_file(path: Path, content: str | bytes):
+    """Write a file, text as UTF-8, in place of what may be there; its folder is made."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+    unfinished.replace(path)
+
+
+def write_figure(figure: "Figure", stem: Path) -> list[Path]:
+    """Write a figure of matplotlib as PNG and SVG, undated, so that it comes out the same again; their paths."""
+    paths = []
+    for suffix, metadata in ((".png", None), (".svg", {"Date": None})):
+        path = stem.with_name(stem.name + suffix)
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        figure.savefig(unfinished, format=suffix[1:], dpi=150, metadata=metadata, bbox_inches="tight")
+        unfinished.replace(path)
+        paths.append(path)
+    return paths
