@@ -22,14 +22,17 @@ Only the product `w * gamma` matters, so every function here takes that folded `
 least fp32. The same read is written three times:
 
 - `depth_attention_reference`: the equation, literally. What the other two are compared with.
-- `depth_attention`: one read with a backward pass of its own, which keeps nothing but the sources and a few numbers.
+- `source_scores` and `mix_and_norm`, for training: a block that closes is scored for all later sites at once, and the
+  backward pass keeps nothing but the sources and a few numbers. `depth_attention` is one read made of the two.
 - `BlockCache`: the two-phase computation of the paper for inference. Closed blocks are normalised once, read once per
   block by all its queries together (phase 1), and merged with the partial sum at every site (phase 2).
 """
 
 import weakref
+from collections.abc import Sequence
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.utils.generic import maybe_autocast
 
@@ -66,47 +69,126 @@ def inverse_rms(values: torch.Tensor, eps: float) -> torch.Tensor:
     return norm.square().div_(values.shape[-1]).add_(eps).rsqrt_()
 
 
-class DepthAttentionFunction(torch.autograd.Function):
-    """One read. Saves the sources, which are alive anyway, and three numbers per token and source."""
+class SourceScores(torch.autograd.Function):
+    """Scores of one source for several queries. Saves the source, which is alive anyway, and the scores."""
 
     @staticmethod
-    def forward(ctx, query: torch.Tensor, eps: float, *sources: torch.Tensor):
-        with maybe_autocast(device_type=query.device.type, enabled=False):
-            inv_rms = torch.cat([inverse_rms(source, eps) for source in sources], dim=-1)
-            wide_query = query.to(inv_rms.dtype)
-            scores = inv_rms * torch.stack([source.to(inv_rms.dtype) @ wide_query for source in sources], dim=-1)
-            weights = torch.softmax(scores, dim=-1)
-            mix = weights[..., :1] * sources[0]
-            for i, source in enumerate(sources[1:], start=1):
-                mix.addcmul_(weights[..., i : i + 1], source.to(mix.dtype))
-        ctx.save_for_backward(query, inv_rms, scores, weights, *sources)
-        return mix.to(sources[0].dtype), weights
+    def forward(ctx, queries: torch.Tensor, source: torch.Tensor, eps: float):
+        inv_rms = inverse_rms(source, eps)
+        with maybe_autocast(device_type=source.device.type, enabled=False):
+            scores = (source.to(inv_rms.dtype) @ queries.to(inv_rms.dtype).mT).mul_(inv_rms)
+        ctx.save_for_backward(queries, source, inv_rms, scores)
+        return scores
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad_mix: torch.Tensor, grad_weights: torch.Tensor):
-        query, inv_rms, scores, weights, *sources = ctx.saved_tensors
-        with maybe_autocast(device_type=query.device.type, enabled=False):
-            grad_mix, wide_query = grad_mix.to(weights.dtype), query.to(weights.dtype)
-            grad_alpha = grad_weights + torch.stack([(grad_mix * source).sum(-1) for source in sources], dim=-1)
-            grad_scores = weights * (grad_alpha - (weights * grad_alpha).sum(-1, keepdim=True))
+    def backward(ctx, grad: torch.Tensor):
+        queries, source, inv_rms, scores = ctx.saved_tensors
+        with maybe_autocast(device_type=source.device.type, enabled=False):
+            wide_queries, wide_source = queries.to(scores.dtype), source.to(scores.dtype)
             # score = query . v / rms(v), whose derivative is query / rms - score * v / (hidden * rms^2)
-            to_query = grad_scores * inv_rms
-            to_value = -to_query * scores * inv_rms / query.shape[-1]
+            to_query = grad * inv_rms
+            to_source = (grad * scores).sum(-1, keepdim=True) * inv_rms.square() / -source.shape[-1]
+            grad_source = (to_query @ wide_queries).addcmul_(to_source, wide_source)
+            grad_queries = to_query.flatten(0, -2).mT @ wide_source.flatten(0, -2)
+        return grad_queries.to(queries.dtype), grad_source.to(source.dtype), None
 
-            grad_query, grad_sources = torch.zeros_like(wide_query), []
-            for i, source in enumerate(sources):
-                wide_source = source.to(weights.dtype)
-                grad_query += to_query[..., i].flatten() @ wide_source.flatten(0, -2)
-                grad = weights[..., i : i + 1] * grad_mix
-                grad.addcmul_(to_query[..., i : i + 1], wide_query).addcmul_(to_value[..., i : i + 1], wide_source)
-                grad_sources.append(grad.to(source.dtype))
-        return grad_query.to(query.dtype), None, *grad_sources
+
+def source_scores(queries: torch.Tensor, source: torch.Tensor, eps: float) -> torch.Tensor:
+    """Scores of a source for the reads of several sites, at least fp32.
+
+    Args:
+        queries: folded queries, `[sites, hidden]`.
+        source: `[batch, seq, hidden]`.
+        eps: epsilon of the key RMSNorm.
+
+    Returns:
+        `[batch, seq, sites]`.
+    """
+    return SourceScores.apply(queries, source, eps)
+
+
+def weighted_sum(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    mix = weights[..., :1] * sources[0]
+    for i, source in enumerate(sources[1:], start=1):
+        mix.addcmul_(weights[..., i : i + 1], source.to(mix.dtype))
+    return mix.to(sources[0].dtype)
+
+
+def weighted_sum_backward(grad: torch.Tensor, weights: torch.Tensor, sources: Sequence[torch.Tensor]):
+    """Gradients of the weights and of the sources."""
+    grad = grad.to(weights.dtype)
+    grad_weights = torch.stack([(grad * source).sum(-1) for source in sources], dim=-1)
+    return grad_weights, *((weights[..., i : i + 1] * grad).to(s.dtype) for i, s in enumerate(sources))
+
+
+class WeightedSum(torch.autograd.Function):
+    """The mix of a read. Saves weights and sources, no product of them."""
+
+    @staticmethod
+    def forward(ctx, weights: torch.Tensor, *sources: torch.Tensor):
+        ctx.save_for_backward(weights, *sources)
+        return weighted_sum(weights, sources)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        weights, *sources = ctx.saved_tensors
+        return weighted_sum_backward(grad, weights, sources)
+
+
+class NormOfWeightedSum(torch.autograd.Function):
+    """The mix of a read and the norm behind it. Saves nothing of either, and computes them again in backward."""
+
+    @staticmethod
+    def forward(ctx, norm: nn.Module, weights: torch.Tensor, *sources_and_parameters: torch.Tensor):
+        sources = sources_and_parameters[: weights.shape[-1]]
+        device_type = weights.device.type
+        ctx.norm, ctx.is_autocast = norm, torch.is_autocast_enabled(device_type)
+        ctx.autocast_dtype = torch.get_autocast_dtype(device_type)
+        ctx.save_for_backward(weights, *sources)
+        return norm(weighted_sum(weights, sources))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor):
+        weights, *sources = ctx.saved_tensors
+        mix = weighted_sum(weights, sources).requires_grad_()
+        autocast = maybe_autocast(weights.device.type, dtype=ctx.autocast_dtype, enabled=ctx.is_autocast)
+        with torch.enable_grad(), autocast:
+            normed = ctx.norm(mix)
+        inputs = (mix, *trainable_parameters(ctx.norm))
+        grad_mix, *grad_parameters = torch.autograd.grad(normed, inputs, grad, allow_unused=True)
+        return None, *weighted_sum_backward(grad_mix, weights, sources), *grad_parameters
+
+
+def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: nn.Module | None) -> torch.Tensor:
+    """What a read gives to its sublayer.
+
+    Args:
+        weights: `[batch, seq, sources]`, at least fp32.
+        sources: the values, each `[batch, seq, hidden]`.
+        norm: the norm in front of the sublayer, if it is to be applied.
+
+    Returns:
+        `[batch, seq, hidden]`. With a norm the backward pass has no more to keep than weights and sources.
+    """
+    if norm is None:
+        return WeightedSum.apply(weights, *sources)
+    if torch.compiler.is_compiling():  # which decides itself what it computes again
+        return norm(WeightedSum.apply(weights, *sources))
+    return NormOfWeightedSum.apply(norm, weights, *sources, *trainable_parameters(norm))
 
 
 def depth_attention(query: torch.Tensor, sources: list[torch.Tensor], eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The read of `depth_attention_reference`, same arguments and results, with a backward pass that saves little."""
-    return DepthAttentionFunction.apply(query, eps, *sources)
+    scores = torch.cat([source_scores(query[None], source, eps) for source in sources], dim=-1)
+    weights = torch.softmax(scores, dim=-1)
+    return mix_and_norm(weights, sources, norm=None), weights
 
 
 def read_closed(values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | None = None):

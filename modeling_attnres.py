@@ -51,7 +51,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_attnres import BASE_FAMILIES, AttnResConfig, base_config_class
-from .depth_attention import BlockCache, depth_attention, num_sources
+from .depth_attention import BlockCache, mix_and_norm, num_sources, source_scores
 
 
 @auto_docstring
@@ -136,20 +136,40 @@ class AttnResDepthRead(nn.Module):
 
     def __init__(self, config: AttnResConfig, site: int):
         super().__init__()
-        self.site = site
+        self.site, self.num_sites = site, config.num_sites
+        self.is_first_of_block = site % config.attn_res_block_size == 0
         self.eps = config.attn_res_norm_eps
 
     def forward(
         self,
         queries: torch.Tensor,
         partial: torch.Tensor,
-        *blocks: torch.Tensor,
+        *closed: torch.Tensor,
+        norm: nn.Module | None = None,
         block_cache: BlockCache | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Mix of the closed blocks and the pending partial sum, and its weights unless the block cache gave it."""
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+        """
+        Args:
+            queries: the folded queries of all sites, `[sites, hidden]`.
+            partial: the pending partial sum, `[batch, seq, hidden]`.
+            closed: every closed block and its scores, see `AttnResDecoderLayer`; none with a `block_cache`.
+            norm: of the sublayer that reads.
+
+        Returns:
+            The normed mix of closed blocks and partial sum, its weights, `[batch, seq, sources]`, and the scores of
+            the partial sum: for this site, or for all later ones where it closes. No more than the first of them with
+            a `block_cache`.
+        """
         if block_cache is not None:
-            return block_cache.read(self.site, partial), None
-        return depth_attention(queries[self.site].to(partial.device), [*blocks, partial], self.eps)
+            mix = block_cache.read(self.site, partial)
+            return mix if norm is None else norm(mix), None, None
+        blocks, scores = closed[::2], closed[1::2]
+        readers = queries[self.site :] if self.is_first_of_block else queries[self.site : self.site + 1]
+        partial_scores = source_scores(readers.to(partial.device), partial, self.eps)
+        # Scores are of the sites from some one to the last, so they are counted from the end
+        own = [score[..., self.site - self.num_sites] for score in scores]
+        weights = torch.softmax(torch.stack([*own, partial_scores[..., 0]], dim=-1), dim=-1)
+        return mix_and_norm(weights, [*blocks, partial], norm), weights, partial_scores
 
 
 class AttnResLayerNorm(nn.Module):
@@ -188,7 +208,6 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
     def __init__(self, config: AttnResConfig, layer_idx: int, base_layer: nn.Module):
         super().__init__()
         self.layer_idx = layer_idx
-        self.block_size = config.attn_res_block_size
         layer_types = getattr(config, "layer_types", None)
         self.is_recurrent = layer_types is not None and layer_types[layer_idx] == "linear_attention"
         family = BASE_FAMILIES[config.base_model_type]
@@ -207,7 +226,7 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
         self,
         hidden_states: torch.Tensor,
         queries: torch.Tensor,
-        *blocks: torch.Tensor,
+        *closed: torch.Tensor,
         block_cache: BlockCache | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.LongTensor | None = None,
@@ -220,16 +239,20 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
         Args:
             hidden_states: the pending partial sum (for the first layer: the embeddings), `[batch, seq, hidden]`.
             queries: the folded queries of all sites, `[sites, hidden]`.
-            blocks: the closed blocks, `[batch, seq, hidden]` each; none if a `block_cache` holds them.
+            closed: for every closed block its sum, `[batch, seq, hidden]`, and behind it its scores,
+                `[batch, seq, sites]`, for a number of sites that ends with the last one; nothing if a `block_cache`
+                holds them.
 
         Returns:
-            The new pending partial sum, then the blocks that this layer has closed (none with a `block_cache`).
+            The new pending partial sum, then the same for the blocks that this layer has closed.
         """
-        partial, num_given = hidden_states, len(blocks)
+        partial, num_given = hidden_states, len(closed)
 
-        hidden_states, _ = self.attention_read(queries, partial, *blocks, block_cache=block_cache)
+        hidden_states, _, scores = self.attention_read(
+            queries, partial, *closed, norm=self.input_layernorm, block_cache=block_cache
+        )
         output = self.attend(
-            self.input_layernorm(hidden_states),
+            hidden_states,
             attention_mask=attention_mask,
             position_ids=position_ids,
             past_key_values=past_key_values,
@@ -239,16 +262,18 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
         )
         if self.attention_dropout_name is not None:
             output = getattr(self, self.attention_dropout_name)(output)
-        partial, blocks = self.accumulate(2 * self.layer_idx, output, partial, blocks, block_cache)
+        partial, closed = self.accumulate(self.attention_read, output, partial, scores, closed)
 
-        hidden_states, _ = self.mlp_read(queries, partial, *blocks, block_cache=block_cache)
-        output = self.mlp(self.post_attention_layernorm(hidden_states))
+        hidden_states, _, scores = self.mlp_read(
+            queries, partial, *closed, norm=self.post_attention_layernorm, block_cache=block_cache
+        )
+        output = self.mlp(hidden_states)
         output = output[0] if isinstance(output, tuple) else output
         if self.mlp_dropout_name is not None:
             output = getattr(self, self.mlp_dropout_name)(output)
-        partial, blocks = self.accumulate(2 * self.layer_idx + 1, output, partial, blocks, block_cache)
+        partial, closed = self.accumulate(self.mlp_read, output, partial, scores, closed)
 
-        return partial, *blocks[num_given:]
+        return partial, *closed[num_given:]
 
     def attend(self, hidden_states: torch.Tensor, past_key_values: Cache | None, **kwargs) -> torch.Tensor:
         """The token mixer of the base's layer."""
@@ -264,20 +289,20 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
 
     def accumulate(
         self,
-        site: int,
+        read: AttnResDepthRead,
         output: torch.Tensor,
         partial: torch.Tensor,
-        blocks: tuple[torch.Tensor, ...],
-        block_cache: BlockCache | None,
+        scores: torch.Tensor | None,
+        closed: tuple[torch.Tensor, ...],
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
         """Add a sublayer's output to the partial sum; at the first site of a block close it and begin a new one."""
         if self.residual_multiplier is not None:
             output = output * self.residual_multiplier
         # Sums keep the dtype of the embeddings, as a residual stream does under autocast
         output = output.to(partial.dtype)
-        if site % self.block_size != 0:
-            return partial + output, blocks
-        return output, blocks if block_cache is not None else (*blocks, partial)
+        if not read.is_first_of_block:
+            return partial + output, closed
+        return output, closed if scores is None else (*closed, partial, scores)
 
 
 class _ActiveConversionMapping(list):
@@ -547,17 +572,21 @@ class AttnResModel(AttnResPreTrainedModel):
             position_embeddings = self.rotary_emb(partial, position_ids)
         queries = self.depth_queries() if queries is None else queries
         block_cache = self.open_block_cache(start, queries, partial, blocks, past_key_values, **kwargs)
-        blocks = tuple(blocks) if block_cache is None else ()
+        closed = ()
+        if block_cache is None:
+            eps, device = self.config.attn_res_norm_eps, partial.device
+            for block in blocks:
+                closed += (block, source_scores(queries[2 * start :].to(device), block, eps))
 
         masks = [attention_mask] * (end - start)
         if isinstance(attention_mask, dict):
             masks = [attention_mask[layer_type] for layer_type in self.config.layer_types[start:end]]
 
         for layer, mask in zip(self.layers[start:end], masks):
-            partial, *closed = layer(
+            partial, *newly_closed = layer(
                 partial,
                 queries,
-                *blocks,
+                *closed,
                 block_cache=block_cache,
                 attention_mask=mask,
                 position_ids=position_ids,
@@ -566,8 +595,8 @@ class AttnResModel(AttnResPreTrainedModel):
                 **kwargs,
             )
             # With layers on several devices the blocks go along, so that not every layer fetches them again
-            blocks = (*(block.to(partial.device) for block in blocks), *closed)
-        return partial, blocks if block_cache is None else block_cache
+            closed = (*(tensor.to(partial.device) for tensor in closed), *newly_closed)
+        return partial, closed[::2] if block_cache is None else block_cache
 
     def open_block_cache(
         self,
@@ -605,7 +634,9 @@ class AttnResModel(AttnResPreTrainedModel):
         queries = self.depth_queries() if queries is None else queries
         if isinstance(blocks, BlockCache) and not torch.is_grad_enabled():
             return self.final_depth_read(queries, partial, block_cache=blocks)[0]
-        return self.final_depth_read(queries, partial, *blocks)[0]
+        query, eps = queries[-1:].to(partial.device), self.config.attn_res_norm_eps
+        closed = [tensor for block in blocks for tensor in (block, source_scores(query, block, eps))]
+        return self.final_depth_read(queries, partial, *closed)[0]
 
 
 @auto_docstring

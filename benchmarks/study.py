@@ -216,14 +216,15 @@ def add_recency_bias(model):
     """A constant on the score of the newest source, as others start conversions. No part of the product."""
 
     def biased(read):
-        def forward(queries, partial, *blocks, block_cache=None):
-            sources = [*blocks, partial]
+        def forward(queries, partial, *closed, norm=None, block_cache=None):
+            sources = [*closed[::2], partial]
             values = torch.stack(sources, dim=-2)
             keys = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + read.eps)
             scores = (keys * queries[read.site]).sum(-1)
             scores = torch.cat([scores[..., :-1], scores[..., -1:] + RECENCY_BIAS], dim=-1)
             weights = torch.softmax(scores, dim=-1)
-            return (weights.unsqueeze(-1) * values).sum(-2), weights
+            mix = (weights.unsqueeze(-1) * values).sum(-2)
+            return mix if norm is None else norm(mix), weights, scores
 
         return forward
 

@@ -1,8 +1,11 @@
 """The operator: every fast path against the definition, values and gradients."""
 
+import copy
+
 import pytest
 import torch
 from tiny_models import convert, randomize_queries, reference_hidden_states, relative_error, tiny_base_model
+from torch import nn
 
 from attnres.depth_attention import (
     BlockCache,
@@ -10,8 +13,10 @@ from attnres.depth_attention import (
     depth_attention_reference,
     inverse_rms,
     merge_partial,
+    mix_and_norm,
     num_sources,
     read_closed,
+    source_scores,
 )
 
 
@@ -131,6 +136,39 @@ def test_autocast_leaves_scores_in_fp32():
         merged = cache.read(1, sources[1])
     assert torch.equal(actual, expected)
     torch.testing.assert_close(merged, depth_attention(query, sources[:2], EPS)[0])
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("norm", [nn.LayerNorm(7), nn.RMSNorm(7), nn.Sequential(nn.RMSNorm(7), nn.Linear(7, 7))])
+def test_norm_is_computed_again_in_backward(norm, frozen, autocast):
+    """The same numbers as with a norm that autograd keeps its own tensors for; nothing of the norm is kept."""
+    norm = copy.deepcopy(norm).requires_grad_(not frozen)
+    sources = [source.requires_grad_() for source in random_sources(3, torch.float32)]
+    weights = torch.softmax(torch.randn(3, 5, 3), dim=-1).requires_grad_()
+    inputs = (weights, *sources, *([] if frozen else norm.parameters()))
+    results, saved = [], []
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+        with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
+            results.append(mix_and_norm(weights, sources, norm))
+        results.append(norm(mix_and_norm(weights, sources, None)))
+    assert torch.equal(*results) and len(saved) == 4
+    grad = torch.randn_like(results[0])
+    for a, b in zip(*(torch.autograd.grad(result, inputs, grad) for result in results)):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+def test_scores_of_many_sites_are_those_of_each(dtype):
+    queries = torch.randn(4, 7, dtype=torch.promote_types(dtype, torch.float32)).requires_grad_()
+    (source,) = (source.requires_grad_() for source in random_sources(1, dtype))
+    grad = torch.randn(3, 5, 4, dtype=queries.dtype)
+    together = source_scores(queries, source, EPS)
+    keys = source.to(queries.dtype) * inverse_rms(source, EPS)
+    each = torch.stack([(keys * query).sum(-1) for query in queries], dim=-1)
+    assert relative_error(together, each) <= TOLERANCE[dtype]
+    for a, b in zip(*(torch.autograd.grad(scores, (queries, source), grad) for scores in (together, each))):
+        assert a.dtype == b.dtype and relative_error(a, b) <= TOLERANCE[dtype]
 
 
 def test_operator_compiles_without_breaks():

@@ -106,7 +106,7 @@ def test_activation_memory_is_near_the_base(num_blocks, checkpointing):
             loss = candidate(input_ids, labels=input_ids, use_cache=False).loss
         saved.append(sum(storages.values()))
         del loss
-    assert saved[0] <= 1.3 * saved[1], saved
+    assert saved[0] <= (1.2 if checkpointing else 1.0) * saved[1], saved
 
 
 class Text(torch.utils.data.Dataset):
