@@ -191,6 +191,14 @@ def depth_attention(query: torch.Tensor, sources: list[torch.Tensor], eps: float
     return mix_and_norm(weights, sources, norm=None), weights
 
 
+def key_length(wide_values: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+    """`sqrt(hidden) * rms` over the last dimension, `[..., hidden]` -> `[..., 1]`; `shift` is `sqrt(hidden * eps)`.
+
+    Two operations, where `inverse_rms` is five: what a step of decoding costs is the number of operations.
+    """
+    return torch.hypot(torch.linalg.vector_norm(wide_values, dim=-1, keepdim=True), shift)
+
+
 def read_closed(values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | None = None):
     """Phase 1: all queries of a block against all closed sources, in one read of them.
 
@@ -200,27 +208,30 @@ def read_closed(values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | 
         out: where to write the mixes.
 
     Returns:
-        Their mix per site, `[tokens, sites, hidden]`, and the log-sum-exp of the scores, `[tokens, sites]`.
+        Their mix per site, `[tokens, sites, hidden]`, and the negative log-sum-exp of the scores, `[tokens, sites]`.
     """
     if values.shape[1] == 1:  # a softmax over one source is 1
-        return values.to(scores.dtype).expand(-1, scores.shape[1], -1), scores.squeeze(-1)
-    return torch.bmm(torch.softmax(scores, dim=-1), values.to(scores.dtype), out=out), torch.logsumexp(scores, dim=-1)
+        return values.to(scores.dtype).expand(-1, scores.shape[1], -1), -scores.squeeze(-1)
+    log_weights = torch.log_softmax(scores, dim=-1)
+    mix = torch.bmm(log_weights.exp(), values.to(scores.dtype), out=out)
+    return mix, log_weights[..., 0] - scores[..., 0]
 
 
 def merge_partial(
-    query: torch.Tensor, partial: torch.Tensor, mix: torch.Tensor, lse: torch.Tensor, eps: float
+    query: torch.Tensor, partial: torch.Tensor, mix: torch.Tensor, negative_lse: torch.Tensor, shift: torch.Tensor
 ) -> torch.Tensor:
     """Phase 2: merge the partial sum into the mix of the closed sources by the online-softmax rule.
 
     Args:
-        query: folded query of the site as a column, `[hidden, 1]`.
+        query: folded query of the site times sqrt(hidden), as a column, `[hidden, 1]`.
         partial: partial sum of the open block, `[..., hidden]`.
-        mix, lse: results of phase 1 at this site, `[..., hidden]` and `[..., 1]`.
-        eps: epsilon of the key RMSNorm.
+        mix, negative_lse: results of phase 1 at this site, `[..., hidden]` and `[..., 1]`.
+        shift: see `key_length`.
     """
-    wide_partial = partial.to(mix.dtype)
-    alpha = torch.addcmul(lse.neg(), wide_partial @ query, inverse_rms(partial, eps)).sigmoid_()
-    return torch.lerp(mix, wide_partial, alpha).to(partial.dtype)
+    wide_partial = partial if partial.dtype == mix.dtype else partial.to(mix.dtype)
+    alpha = torch.addcdiv(negative_lse, wide_partial @ query, key_length(wide_partial, shift)).sigmoid_()
+    merged = torch.lerp(mix, wide_partial, alpha)
+    return merged if partial.dtype == mix.dtype else merged.to(partial.dtype)
 
 
 # A generation is known by its KV cache, and its buffers are freed with it
@@ -256,8 +267,9 @@ class BlockCache:
             eps: epsilon of the key RMSNorm.
         """
         wide = torch.promote_types(partial.dtype, torch.float32)
-        self.block_size, self.eps, self.shape = block_size, eps, partial.shape
-        self._set_queries(queries.to(wide))
+        self.block_size, self.shape = block_size, partial.shape
+        self.shift = partial.new_full((), (partial.shape[-1] * eps) ** 0.5, dtype=wide)
+        self._set_queries(queries.to(wide) * queries.shape[-1] ** 0.5)
         self.rewind(0)
         num_sites, hidden_size = queries.shape
         shape = (partial.shape[:-1].numel(), 1 + (num_sites - 1) // block_size, hidden_size)
@@ -297,8 +309,9 @@ class BlockCache:
         block, first_site = block.flatten(0, -2), self.num_closed * self.block_size
         self.values[:, self.num_closed] = block
         with maybe_autocast(device_type=block.device.type, enabled=False):
-            scores = block.to(self.scores.dtype) @ self.queries[first_site:].mT
-            self.scores[:, self.num_closed, first_site:] = scores * inverse_rms(block, self.eps)
+            wide_block = block.to(self.scores.dtype)
+            scores = wide_block @ self.queries[first_site:].mT
+            self.scores[:, self.num_closed, first_site:] = scores / key_length(wide_block, self.shift)
         self.num_closed += 1
 
     def read(self, site: int, partial: torch.Tensor) -> torch.Tensor:
@@ -311,20 +324,23 @@ class BlockCache:
             if self.open_block != block:
                 self._read_closed(block)
             if offset == 0:
-                return self.mix[0].to(partial.dtype, copy=True)
-            query, mix, lse = self.columns[site], self.mix[offset], self.lse[offset]
-            return merge_partial(query, partial, mix, lse, self.eps)
+                # Out of the buffer, which the next block overwrites
+                return self.mix[0].to(partial.dtype, copy=self.buffered)
+            column, mix, negative_lse = self.columns[site], self.mix[offset], self.negative_lse[offset]
+            return merge_partial(column, partial, mix, negative_lse, self.shift)
 
     def _read_closed(self, block: int):
         first_site = block * self.block_size
         num_sites = min(self.block_size, len(self.queries) - first_site)
         scores = self.scores[:, : self.num_closed, first_site : first_site + num_sites].mT
-        # A compiled graph owns its memory: there, writing into a buffer would only be one more copy
-        out = None if torch.compiler.is_compiling() else self.mixes[:, :num_sites]
-        mix, lse = read_closed(self.values[:, : self.num_closed], scores, out=out)
+        # A compiled graph owns its memory: there, writing into a buffer would only be one more copy. A mix that is
+        # given away at once needs none either
+        self.buffered = num_sites > 1 and not torch.compiler.is_compiling()
+        out = self.mixes[:, :num_sites] if self.buffered else None
+        mix, negative_lse = read_closed(self.values[:, : self.num_closed], scores, out=out)
         *tokens, hidden_size = self.shape
         self.mix = mix.view(*tokens, num_sites, hidden_size).unbind(-2)
-        self.lse = lse.view(*tokens, num_sites, 1).unbind(-2)
+        self.negative_lse = negative_lse.view(*tokens, num_sites, 1).unbind(-2)
         self.open_block = block
 
     def _follow(self, device: torch.device):
@@ -332,6 +348,6 @@ class BlockCache:
         if device == self.values.device:
             return
         self._set_queries(self.queries.to(device))
-        for name in ("values", "scores", "mixes"):
+        for name in ("values", "scores", "mixes", "shift"):
             setattr(self, name, getattr(self, name).to(device))
         self.open_block = None

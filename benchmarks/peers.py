@@ -1,0 +1,316 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The read over depth alone: against other ways to write it, and how its cost grows.
+
+    python benchmarks/peers.py run       # one block of 8 sites behind an embedding and 4 closed blocks
+    python benchmarks/peers.py growth    # with depth, with the number of blocks, with the number of tokens
+    python benchmarks/peers.py report    # tables and plots anew, from the results alone
+
+All candidates compute the same: the partial sums of a block and what its sites read, in inference. They are run in
+turn in one process, on one thread, and compared with the definition first. `fla` is flash-linear-attention's own code
+(`pip install fla-core`), left out where it is not installed; the others are written down here after descriptions.
+"""
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib
+
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import torch  # noqa: E402
+import torch.nn.functional as F  # noqa: E402
+import typer  # noqa: E402
+from rich.console import Console  # noqa: E402
+
+from attnres.benchmarks.twin import alternate, keep_freed_memory, machine  # noqa: E402
+from attnres.depth_attention import BlockCache, depth_attention_reference  # noqa: E402
+from attnres.outputs import write_figure, write_file  # noqa: E402
+
+
+try:
+    from fla.ops.attnres.naive import naive_attnres
+except ImportError:
+    naive_attnres = None
+
+
+RESULTS = Path(__file__).parent / "peers"
+HIDDEN_SIZE, NUM_SITES, NUM_CLOSED, EPS = 1024, 8, 5, 1e-6
+TOKENS = (1, 16, 512)
+GROWTH = {
+    "sublayers": (8, 16, 32, 64, 128, 256),
+    "blocks": (1, 2, 4, 8, 16, 32, 64),
+    "tokens": (128, 512, 2048, 8192, 32768),
+}
+GROWTH_HIDDEN_SIZE = 256
+OURS = "attnres"
+console = Console()
+app = typer.Typer(add_completion=False, help=__doc__)
+
+# A candidate is given queries and key norms, `[sites, hidden]` each, the closed sources, and the outputs of the
+# block's sublayers, and gives back what every site reads
+Candidate = Callable[
+    [torch.Tensor, torch.Tensor, list[torch.Tensor], list[torch.Tensor]], Callable[[], list[torch.Tensor]]
+]
+
+
+def at_every_site(read: Callable[[int, list[torch.Tensor]], torch.Tensor], closed, outputs) -> list[torch.Tensor]:
+    """What the sites of a block read, from a function of site and sources."""
+    reads, partial = [read(0, closed)], outputs[0]
+    for site, output in enumerate(outputs[1:], start=1):
+        reads.append(read(site, [*closed, partial]))
+        partial = partial + output
+    return reads
+
+
+def rms_norm(values: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    return F.rms_norm(values, (values.shape[-1],), weight, EPS)
+
+
+def two_phases(queries, key_norms, closed, outputs):
+    """Ours. The last of the closed sources closes within the time that is taken; the others have before."""
+    cache, folded = BlockCache(), queries * key_norms
+    first_site = (NUM_CLOSED - 1) * NUM_SITES
+    cache.start(folded.repeat(NUM_CLOSED, 1), closed[0], NUM_SITES, EPS)
+    for source in closed[:-1]:
+        cache.append(source)
+
+    def run():
+        cache.rewind(first_site)
+        reads, partial = [cache.read(first_site, closed[-1])], outputs[0]
+        for site, output in enumerate(outputs[1:], start=1):
+            reads.append(cache.read(first_site + site, partial))
+            partial = partial + output
+        return reads
+
+    return run
+
+
+def pseudo_code(queries, key_norms, closed, outputs):
+    """The paper's pseudo-code: stack, normalise and weigh all sources at every site."""
+
+    def read(site, sources):
+        values = torch.stack(sources)
+        logits = torch.einsum("d, n b t d -> n b t", queries[site], rms_norm(values, key_norms[site]))
+        return torch.einsum("n b t, n b t d -> b t d", logits.softmax(0), values)
+
+    return lambda: at_every_site(read, closed, outputs)
+
+
+def fla_naive(queries, key_norms, closed, outputs):
+    def read(site, sources):
+        return naive_attnres(queries[site], sources, key_norms[site], rms_eps=EPS)
+
+    return lambda: at_every_site(read, closed, outputs)
+
+
+def concatenate_and_sdpa(queries, key_norms, closed, outputs):
+    """As Inkling2 in transformers: sources are concatenated, tokens are the batch of a fused attention."""
+
+    def read(site, sources):
+        values = torch.stack(sources, dim=-2).flatten(0, 1)
+        keys, query = rms_norm(values, key_norms[site]), queries[site].expand(len(values), 1, -1)
+        mix = F.scaled_dot_product_attention(query[:, None], keys[:, None], values[:, None], scale=1.0)
+        return mix.view(sources[0].shape)
+
+    return lambda: at_every_site(read, closed, outputs)
+
+
+def per_site_cache(queries, key_norms, closed, outputs):
+    """Keys of closed sources normalised once, and every site reads them all."""
+    ones = torch.ones_like(key_norms[0])
+    keys = [rms_norm(source, ones) for source in closed[:-1]]
+    folded = queries * key_norms
+
+    def run():
+        cached = [*keys, rms_norm(closed[-1], ones)]
+
+        def read(site, sources):
+            all_keys = cached if site == 0 else [*cached, rms_norm(sources[-1], ones)]
+            weights = torch.stack([key @ folded[site] for key in all_keys], dim=-1).softmax(-1)
+            return torch.einsum("b t n, b t n d -> b t d", weights, torch.stack(sources, dim=-2))
+
+        return at_every_site(read, closed, outputs)
+
+    return run
+
+
+CANDIDATES: dict[str, Candidate] = {
+    OURS: two_phases,
+    "the paper's pseudo-code": pseudo_code,
+    "fla, naive": fla_naive,
+    "concatenate and SDPA": concatenate_and_sdpa,
+    "keys cached, site by site": per_site_cache,
+}
+
+
+def save(results: dict[str, Any], path: Path):
+    write_file(path, json.dumps(results, indent=1) + "\n")
+    console.print(f"Wrote {path}", highlight=False)
+
+
+@app.command()
+def run(
+    results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
+    pairs: Annotated[int, typer.Option(help="Rounds in which all candidates take their turn.")] = 50,
+):
+    """One block of sites against the other ways to write it."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(NUM_SITES, HIDDEN_SIZE, generator=generator) * 0.05
+    key_norms = 1 + 0.1 * torch.randn(NUM_SITES, HIDDEN_SIZE, generator=generator)
+    candidates = {
+        name: make for name, make in CANDIDATES.items() if make is not fla_naive or naive_attnres is not None
+    }
+    records = []
+    for tokens in TOKENS:
+        shape = (1, tokens, HIDDEN_SIZE)
+        closed = [torch.randn(shape, generator=generator) for _ in range(NUM_CLOSED)]
+        outputs = [torch.randn(shape, generator=generator) for _ in range(NUM_SITES)]
+        expected = at_every_site(
+            lambda site, sources: depth_attention_reference(queries[site] * key_norms[site], sources, EPS)[0],
+            closed,
+            outputs,
+        )
+        calls = []
+        for name, make in candidates.items():
+            call = make(queries, key_norms, closed, outputs)
+            for actual, exact in zip(call(), expected):
+                if (actual - exact).abs().max() > 1e-4 * exact.abs().max():
+                    raise ArithmeticError(f"`{name}` computes something else.")
+            calls.append(call)
+        with torch.no_grad():
+            seconds = alternate(calls, pairs, f"{tokens} tokens")
+        for i, name in enumerate(candidates):
+            ratios = seconds[:, i] / seconds[:, 0]
+            low, median, high = (ratios.quantile(q).item() for q in (0.25, 0.5, 0.75))
+            records.append(
+                {
+                    "tokens": tokens,
+                    "candidate": name,
+                    "median_seconds": seconds[:, i].median().item(),
+                    "fastest_seconds": seconds[:, i].min().item(),
+                    "median_ratio": median,
+                    "quartiles": [low, high],
+                }
+            )
+    save({"machine": machine("cpu"), "pairs": pairs, "time": records}, results / "peers.json")
+    report(results)
+
+
+@torch.no_grad()
+def seconds_of_reads(num_sublayers: int, num_blocks: int, tokens: int, repeats: int) -> float:
+    """Fastest seconds of all reads of a stack whose sublayers cost nothing."""
+    generator = torch.Generator().manual_seed(0)
+    queries = torch.randn(num_sublayers + 1, GROWTH_HIDDEN_SIZE, generator=generator) * 0.05
+    outputs = [torch.randn(1, tokens, GROWTH_HIDDEN_SIZE, generator=generator) for _ in range(2)]
+    block_size, cache = -(-num_sublayers // num_blocks), BlockCache()
+
+    def reads():
+        cache.start(queries, outputs[0], block_size, EPS)
+        partial = outputs[0]
+        for site in range(num_sublayers + 1):
+            cache.read(site, partial)
+            partial = outputs[1] if site % block_size == 0 else partial + outputs[1]
+
+    return alternate([reads], repeats, f"{num_sublayers} sublayers, {num_blocks} blocks, {tokens} tokens").min().item()
+
+
+@app.command()
+def growth(
+    results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
+    repeats: Annotated[int, typer.Option(help="Runs of each size; the fastest counts.")] = 7,
+):
+    """How the time of all reads grows with one size at a time, hidden size 256."""
+    torch.set_num_threads(1)
+    keep_freed_memory()
+    curves: dict[str, list[dict[str, Any]]] = {}
+    for name, sizes in GROWTH.items():
+        for size in sizes:
+            shape = {"num_sublayers": 128 if name == "blocks" else 56, "num_blocks": 8, "tokens": 128}
+            shape["num_sublayers" if name == "sublayers" else "num_blocks" if name == "blocks" else "tokens"] = size
+            seconds = seconds_of_reads(**shape, repeats=repeats)
+            curves.setdefault(name, []).append({**shape, "seconds": seconds})
+    save({"machine": machine("cpu"), "hidden_size": GROWTH_HIDDEN_SIZE, "curves": curves}, results / "growth.json")
+    report(results)
+
+
+def table(found: dict[str, Any]) -> str:
+    names = list(dict.fromkeys(record["candidate"] for record in found["time"]))
+    by_key = {(record["candidate"], record["tokens"]): record for record in found["time"]}
+    header = " | ".join(f"{tokens} token{'s' if tokens > 1 else ''}" for tokens in TOKENS)
+    lines = [f"| | {header} |", f"|---|{'---|' * len(TOKENS)}"]
+    for name in names:
+        cells = []
+        for tokens in TOKENS:
+            record = by_key[name, tokens]
+            if name == OURS:
+                cells.append(f"{record['median_seconds'] * 1e3:.2f} ms")
+            else:
+                low, high = record["quartiles"]
+                cells.append(f"x {record['median_ratio']:.1f} ({low:.1f} to {high:.1f})")
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    of = found["machine"]
+    caption = (
+        f"One block of {NUM_SITES} sites behind {NUM_CLOSED} closed sources, hidden size {HIDDEN_SIZE}, fp32,"
+        f" {of['processor']}, {of['threads']} thread, {found['pairs']} rounds in turn: our median, and times as much"
+        f" as it (median and quartiles over the rounds). torch {of['versions']['torch']}, commit {of['commit']}."
+    )
+    return "\n".join(lines) + f"\n\n{caption}\n"
+
+
+def plot_growth(found: dict[str, Any], stem: Path) -> list[Path]:
+    """Time per token and sublayer: flat is a cost that does not grow."""
+    figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), sharey=True)
+    keys = {"sublayers": "num_sublayers", "blocks": "num_blocks", "tokens": "tokens"}
+    for axis, (name, points) in zip(axes, found["curves"].items()):
+        sizes = [point[keys[name]] for point in points]
+        costs = [point["seconds"] / point["tokens"] / point["num_sublayers"] * 1e6 for point in points]
+        axis.plot(sizes, costs, "o-", color="#0072B2")
+        axis.set_xscale("log", base=2)
+        axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
+        rest = {
+            "sublayers": "8 blocks, 128 tokens",
+            "blocks": "128 sublayers, 128 tokens",
+            "tokens": "56 sublayers, 8 blocks",
+        }
+        axis.set(xlabel=name, title=rest[name], ylim=(0, None))
+        axis.title.set_fontsize(10)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    axes[0].set_ylabel("µs per token and sublayer")
+    figure.tight_layout()
+    paths = write_figure(figure, stem)
+    plt.close(figure)
+    return paths
+
+
+@app.command()
+def report(results: Annotated[Path, typer.Option(help="Folder with the figures.")] = RESULTS):
+    """Write the table and the plots anew."""
+    plt.rcParams["svg.hashsalt"] = "peers"
+    if (results / "peers.json").exists():
+        write_file(results / "peers.md", table(json.loads((results / "peers.json").read_text())))
+        console.print(f"Wrote {results / 'peers.md'}", highlight=False)
+    if (results / "growth.json").exists():
+        for path in plot_growth(json.loads((results / "growth.json").read_text()), results / "growth"):
+            console.print(f"Wrote {path}", highlight=False)
+
+
+if __name__ == "__main__":
+    app()
