@@ -4,10 +4,21 @@ import json
 
 import pytest
 import torch
+from tiny_models import convert, tiny_base_model
+from transformers import DynamicCache
 from typer.testing import CliRunner
 
+from attnres import BlockCache
+from attnres.benchmarks import peers, twin
+from attnres.benchmarks.long_context import block_cache_bytes
 from attnres.benchmarks.twin import SHAPES, TWIN, make_models, report
 from attnres.cli import app
+
+
+@pytest.fixture(autouse=True)
+def allocator_of_the_other_tests(monkeypatch):
+    for module in (twin, peers):
+        monkeypatch.setattr(module, "keep_freed_memory", lambda: None)
 
 
 def test_bench(tmp_path):
@@ -52,3 +63,34 @@ def test_models_share_the_weights_of_the_twin():
 def test_bad_arguments(arguments, message, tmp_path):
     result = CliRunner().invoke(app, ["bench", *arguments, "-o", str(tmp_path / "out")])
     assert message in str(result.exception) and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("num_blocks", [8, 3, 1])
+def test_formula_of_the_block_cache(num_blocks):
+    model = convert(tiny_base_model("qwen3"), -(-8 // num_blocks))
+    kv_cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(torch.ones(2, 9, dtype=torch.long), past_key_values=kv_cache)
+    cache = BlockCache.beside(kv_cache)
+    held = sum(tensor.nbytes for tensor in (cache.values, cache.scores, cache.mixes))
+    hidden_size, num_layers = model.config.hidden_size, model.config.num_hidden_layers
+    assert held == block_cache_bytes(18, hidden_size, num_layers, num_blocks, bytes=4)
+
+
+def test_all_ways_to_read_compute_the_same(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "TOKENS", (1, 3))
+    monkeypatch.setattr(peers, "HIDDEN_SIZE", 16)
+    peers.run(tmp_path, pairs=2)
+    found = json.loads((tmp_path / "peers.json").read_text())
+    assert {record["tokens"] for record in found["time"]} == {1, 3} and found["pairs"] == 2
+    assert "the paper's pseudo-code | x" in (tmp_path / "peers.md").read_text()
+    wrong = {**peers.CANDIDATES, "wrong": lambda *args: lambda: [2 * read for read in peers.pseudo_code(*args)()]}
+    monkeypatch.setattr(peers, "CANDIDATES", wrong)
+    with pytest.raises(ArithmeticError, match="`wrong` computes something else"):
+        peers.run(tmp_path, pairs=2)
+
+
+def test_growth(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "GROWTH", {"sublayers": (4, 8), "blocks": (1, 4), "tokens": (2, 4)})
+    peers.growth(tmp_path, repeats=2)
+    assert (tmp_path / "growth.png").stat().st_size > 5000
