@@ -6,6 +6,8 @@
 
 PYTHON ?= python3
 VENV := .venv
+# Not in constraints.txt: torch for GPUs brings the one it was built with. For CPUs it brings none
+TRITON := 3.9.0
 BIN := $(VENV)/bin
 
 .PHONY: demo test test-5.19 lint clean
@@ -31,7 +33,7 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt triton==$(TRITON) --editable ".[dev]"
 	touch $@
 
 $(VENV)-5.19/installed: pyproject.toml constraints-5.19.txt

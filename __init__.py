@@ -33,6 +33,8 @@ _PUBLIC_NAMES = {
     "AttnResModel": ".modeling_attnres",
     "AttnResPreTrainedModel": ".modeling_attnres",
     "BlockCache": ".depth_attention",
+    "get_backend": ".depth_attention",
+    "set_backend": ".depth_attention",
 }
 __all__ = sorted(_PUBLIC_NAMES)
 

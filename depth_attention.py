@@ -28,6 +28,8 @@ least fp32. The same read is written three times:
   block by all its queries together (phase 1), and merged with the partial sum at every site (phase 2).
 """
 
+import importlib
+import os
 import weakref
 from collections.abc import Sequence
 
@@ -35,6 +37,45 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.utils.generic import maybe_autocast
+
+
+BACKENDS = ("reference", "torch", "triton")
+_backend, _kernels = "torch", None
+
+
+def set_backend(name: str):
+    """Choose how reads over depth are computed, in all models of this process.
+
+    Args:
+        name: `reference`, plain operations without a backward pass of their own or a block cache, to compare with;
+            `torch`, the default; `triton`, kernels for GPUs, where tensors are on one, in fp32 or a half precision,
+            and the model is not compiled (a compiler fuses by itself), and `torch` otherwise.
+
+    Raises:
+        ValueError: if there is no such backend, or not here.
+    """
+    global _backend, _kernels
+    if name not in BACKENDS:
+        raise ValueError(f"`{name}` is no backend; there are {', '.join(BACKENDS)}.")
+    if name == "triton":
+        if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
+            raise ValueError("The backend `triton` needs a GPU, or TRITON_INTERPRET=1 to try it slowly on a CPU.")
+        try:
+            _kernels = importlib.import_module("attnres.triton_kernels")
+        except ModuleNotFoundError as error:
+            raise ValueError("The backend `triton` needs Triton: pip install 'attnres[gpu]'") from error
+    _backend = name
+
+
+def get_backend() -> str:
+    """The name of the backend that `set_backend` has chosen."""
+    return _backend
+
+
+def use_kernels(tensor: torch.Tensor) -> bool:
+    if _backend != "triton" or tensor.dtype == torch.float64 or torch.compiler.is_compiling():
+        return False
+    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def num_sources(site: int, block_size: int) -> int:
@@ -105,10 +146,16 @@ def source_scores(queries: torch.Tensor, source: torch.Tensor, eps: float) -> to
     Returns:
         `[batch, seq, sites]`.
     """
+    if _backend == "reference":
+        values = source.to(torch.promote_types(source.dtype, torch.float32))
+        keys = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
+        return torch.stack([(keys * query).sum(-1) for query in queries], dim=-1)
     return SourceScores.apply(queries, source, eps)
 
 
 def weighted_sum(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    if use_kernels(sources[0]):
+        return _kernels.weighted_sum(weights, sources)
     mix = weights[..., :1] * sources[0]
     for i, source in enumerate(sources[1:], start=1):
         mix.addcmul_(weights[..., i : i + 1], source.to(mix.dtype))
@@ -117,6 +164,8 @@ def weighted_sum(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torc
 
 def weighted_sum_backward(grad: torch.Tensor, weights: torch.Tensor, sources: Sequence[torch.Tensor]):
     """Gradients of the weights and of the sources."""
+    if use_kernels(sources[0]):
+        return _kernels.weighted_sum_backward(grad, weights, sources)
     grad = grad.to(weights.dtype)
     grad_weights = torch.stack([(grad * source).sum(-1) for source in sources], dim=-1)
     return grad_weights, *((weights[..., i : i + 1] * grad).to(s.dtype) for i, s in enumerate(sources))
@@ -177,6 +226,10 @@ def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: n
     Returns:
         `[batch, seq, hidden]`. With a norm the backward pass has no more to keep than weights and sources.
     """
+    if _backend == "reference":
+        values = torch.stack(sources, dim=-2)
+        mix = (weights.unsqueeze(-1) * values.to(weights.dtype)).sum(-2).to(values.dtype)
+        return mix if norm is None else norm(mix)
     if norm is None:
         return WeightedSum.apply(weights, *sources)
     if torch.compiler.is_compiling():  # which decides itself what it computes again
@@ -210,6 +263,8 @@ def read_closed(values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | 
     Returns:
         Their mix per site, `[tokens, sites, hidden]`, and the negative log-sum-exp of the scores, `[tokens, sites]`.
     """
+    if use_kernels(values):
+        return _kernels.read_closed(values, scores, out)
     if values.shape[1] == 1:  # a softmax over one source is 1
         return values.to(scores.dtype).expand(-1, scores.shape[1], -1), -scores.squeeze(-1)
     log_weights = torch.log_softmax(scores, dim=-1)
@@ -228,6 +283,8 @@ def merge_partial(
         mix, negative_lse: results of phase 1 at this site, `[..., hidden]` and `[..., 1]`.
         shift: see `key_length`.
     """
+    if use_kernels(partial):
+        return _kernels.merge_partial(query, partial, mix, negative_lse, shift)
     wide_partial = partial if partial.dtype == mix.dtype else partial.to(mix.dtype)
     alpha = torch.addcdiv(negative_lse, wide_partial @ query, key_length(wide_partial, shift)).sigmoid_()
     merged = torch.lerp(mix, wide_partial, alpha)

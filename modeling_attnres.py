@@ -51,7 +51,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_attnres import BASE_FAMILIES, AttnResConfig, base_config_class
-from .depth_attention import BlockCache, mix_and_norm, num_sources, source_scores
+from .depth_attention import BlockCache, get_backend, mix_and_norm, num_sources, source_scores
 
 
 @auto_docstring
@@ -608,10 +608,10 @@ class AttnResModel(AttnResPreTrainedModel):
         output_depth_attentions: bool | None = None,
         **kwargs,
     ) -> BlockCache | None:
-        """The block cache for two-phase reads from layer `start` on; none where gradients or weights are asked for."""
+        """The block cache for two-phase reads from layer `start` on; none for gradients, weights, or the reference."""
         if output_depth_attentions is None:
             output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
-        if torch.is_grad_enabled() or output_depth_attentions:
+        if torch.is_grad_enabled() or output_depth_attentions or get_backend() == "reference":
             return None
         if isinstance(blocks, BlockCache):
             blocks.rewind(2 * start)

@@ -9,6 +9,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
+
+
+if not torch.cuda.is_available():  # read when Triton is imported
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
 from tiny_models import TINY
 
 from attnres.cli import main

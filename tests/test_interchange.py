@@ -7,7 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, convert, randomize_queries, tiny_base_model
+from tiny_models import FAMILIES, convert, randomize_queries, relative_error, tiny_base_model
 from transformers import AutoModelForCausalLM
 
 from attnres.conversion import export_checkpoint, import_checkpoint
@@ -288,7 +288,8 @@ def test_fla(kind, tmp_path, input_ids):
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "attnres")
     with torch.no_grad():
         expected = fla_logits(config, state, input_ids)
-        torch.testing.assert_close(model(input_ids).logits, expected, atol=1e-5, rtol=1e-5)
+        # two fp32 programs with sums in different orders: up to 1.5e-6 was seen
+        assert relative_error(model(input_ids).logits, expected) < 5e-6
         # the comparison can fail: another partition is another function
         model.config.attn_res_block_size = other = 2 if config["attnres_block_size"] != 2 else 4
         different = type(model)(model.config)

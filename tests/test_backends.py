@@ -1,0 +1,164 @@
+"""`set_backend`: every way to compute the reads against plain torch; Triton's kernels in its interpreter."""
+
+import importlib.util
+import subprocess
+import sys
+
+import pytest
+import torch
+from tiny_models import convert, randomize_queries, relative_error, tiny_base_model
+
+import attnres
+from attnres import depth_attention
+
+
+needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
+
+
+@pytest.fixture
+def backend(request):
+    """The backend of the test's parameter, and plain torch again behind it."""
+    attnres.set_backend(request.param)
+    yield request.param
+    attnres.set_backend("torch")
+
+
+@pytest.fixture
+def few_ids(input_ids):
+    """The interpreter needs milliseconds for a token and site."""
+    return input_ids[:1, :3]
+
+
+OTHERS = ["reference", pytest.param("triton", marks=needs_triton)]
+
+
+def run(model, input_ids):
+    """Logits and all gradients, logits of two-phase reads, and a greedy continuation."""
+    model.zero_grad()
+    logits = model(input_ids, use_cache=False).logits
+    logits.float().square().mean().backward()
+    grads = {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+    with torch.no_grad():
+        two_phases = model(input_ids).logits
+    tokens = model.generate(input_ids, max_new_tokens=2, do_sample=False)
+    return logits.detach(), grads, two_phases, tokens
+
+
+@pytest.mark.parametrize("backend", OTHERS, indirect=True)
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_same_model(backend, block_size, few_ids):
+    model = randomize_queries(convert(tiny_base_model("qwen3"), block_size)).train()
+    logits, grads, two_phases, tokens = run(model, few_ids)
+    attnres.set_backend("torch")
+    expected = run(model, few_ids)
+    assert relative_error(logits, expected[0]) < 1e-5
+    assert relative_error(two_phases, expected[2]) < 1e-5
+    for name, grad in expected[1].items():
+        assert relative_error(grads[name], grad) < 5e-5, name
+    assert torch.equal(tokens, expected[3])
+
+
+@pytest.fixture
+def counted(backend, monkeypatch):
+    calls = []
+    for name in ("weighted_sum", "weighted_sum_backward", "read_closed", "merge_partial"):
+        function = getattr(depth_attention._kernels, name)
+        monkeypatch.setattr(
+            depth_attention._kernels, name, lambda *args, name=name, f=function: calls.append(name) or f(*args)
+        )
+    return calls
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_kernels_are_what_runs(counted, few_ids):
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    run(model, few_ids)
+    assert set(counted) == {"weighted_sum", "weighted_sum_backward", "read_closed", "merge_partial"}
+    counted.clear()
+    run(model.double(), few_ids)
+    assert not counted, "in fp64 plain torch is exact and kernels are not"
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("hidden_size", [7, 64])
+@pytest.mark.parametrize("count", [1, 9])
+def test_kernels(backend, count, hidden_size, dtype, monkeypatch):
+    """Each kernel at odd sizes, behind strides as the block cache has them."""
+    kernels = depth_attention._kernels
+    generator = torch.Generator().manual_seed(count)
+
+    def random(*shape, dtype=torch.float32):
+        return torch.randn(shape, generator=generator).to(dtype)
+
+    sources = [random(2, 3, hidden_size, dtype=dtype) for _ in range(count)]
+    weights, grad = random(2, 3, count).softmax(-1), random(2, 3, hidden_size, dtype=dtype)
+    values = random(6, 12, hidden_size, dtype=dtype)[:, :count]
+    scores = random(6, 12, 20)[:, :count, 4:9].mT
+    query, shift = random(hidden_size, 1), torch.tensor((hidden_size * 1e-6) ** 0.5)
+
+    def all_of(module):
+        out = torch.empty(6, 8, hidden_size)[:, :5]
+        mixes, negative_lse = module.read_closed(values, scores, out)
+        mix = mixes.view(2, 3, 5, hidden_size).unbind(-2)[2] if module is kernels else mixes[:, 2].view(2, 3, -1)
+        lse = negative_lse.view(2, 3, 5, 1).unbind(-2)[2]
+        merged = module.merge_partial(query, sources[0], mix, lse, shift)
+        mixed = module.weighted_sum(weights, sources)
+        return [mixes, negative_lse, merged, mixed, *module.weighted_sum_backward(grad, weights, sources)]
+
+    actual = all_of(kernels)
+    monkeypatch.setattr(depth_attention, "_backend", "torch")
+    one_rounding = torch.finfo(dtype).eps
+    for a, b in zip(actual, all_of(depth_attention)):
+        assert a.dtype == b.dtype and a.shape == b.shape
+        assert (a - b).abs().max() <= 2 * one_rounding * max(1, b.abs().max()) + 2e-6 * hidden_size**0.5
+
+
+COMPILE = """
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from attnres import triton_kernels
+
+kinds = {name: "*fp32" for name in ("weights", "grad_weights", "scores", "mixes", "negative_lse", "query", "shift")}
+kinds |= {"mix": "*fp32", "sources": "*i64", "grad_sources": "*i64"}
+for kernel in ("weighted_sum_kernel", "weighted_sum_backward_kernel", "read_closed_kernel", "merge_partial_kernel"):
+    kernel = getattr(triton_kernels, kernel)
+    for dtype in ("*fp32", "*bf16"):
+        of_dtype = {name: dtype for name in ("grad_mix", "values", "partial", "merged")}
+        if "merge" not in kernel.__name__:
+            of_dtype["mix"] = dtype
+        constants = {"BLOCK": 1024, "SITES": 8}
+        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        signature = {
+            name: "constexpr" if name in constants else {**kinds, **of_dtype}.get(name, "i32")
+            for name in kernel.arg_names
+        }
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
+        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+"""
+
+
+@needs_triton
+def test_kernels_compile_for_a_gpu(tmp_path):
+    """To machine code for Hopper, which needs no GPU. That they run there as fast as they should is another matter."""
+    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
+    result = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+
+
+def test_bad_backends(monkeypatch):
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(ValueError, match="`cuda` is no backend; there are reference, torch, triton"):
+        attnres.set_backend("cuda")
+    if not torch.cuda.is_available():
+        with pytest.raises(ValueError, match="`triton` needs a GPU, or TRITON_INTERPRET=1"):
+            attnres.set_backend("triton")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "attnres.triton_kernels", raising=False)
+    with pytest.raises(ValueError, match="needs Triton: pip install 'attnres.gpu.'"):
+        attnres.set_backend("triton")
+    assert attnres.get_backend() == "torch"

@@ -1,0 +1,184 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""The reads over depth as Triton kernels. `attnres.set_backend("triton")` chooses them.
+
+Every kernel reads its sources once, in whatever dtype they have, and computes in fp32. The sources of a training step
+are tensors of their own, so a kernel is given a table of their addresses. Nothing is added up in an order that depends
+on the run.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+import triton.language as tl
+
+
+def launch_shape(hidden_size: int) -> dict[str, int]:
+    """One program holds a whole row of the hidden dimension."""
+    block = triton.next_power_of_2(hidden_size)
+    return {"BLOCK": block, "num_warps": min(16, max(1, block // 256))}
+
+
+def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=tensors[0].device)
+
+
+@triton.jit
+def weighted_sum_kernel(sources, weights, mix, num_sources, hidden_size, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden_size
+    place = token * hidden_size + columns
+    total = tl.zeros([BLOCK], tl.float32)
+    for i in range(num_sources):
+        source = tl.load(sources + i).to(mix.dtype)
+        weight = tl.load(weights + token * num_sources + i)
+        total += weight * tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(mix + place, total.to(mix.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def weighted_sum_backward_kernel(
+    sources, grad_sources, weights, grad_weights, grad_mix, num_sources, hidden_size, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden_size
+    place = token * hidden_size + columns
+    grad = tl.load(grad_mix + place, mask=inside, other=0.0).to(tl.float32)
+    for i in range(num_sources):
+        source = tl.load(sources + i).to(grad_mix.dtype)
+        grad_source = tl.load(grad_sources + i).to(grad_mix.dtype)
+        weight = tl.load(weights + token * num_sources + i)
+        value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(grad_weights + token * num_sources + i, tl.sum(grad * value))
+        tl.store(grad_source + place, (weight * grad).to(grad_mix.dtype.element_ty), mask=inside)
+
+
+def weighted_sum(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As in `depth_attention`: weights `[..., sources]` in fp32, sources `[..., hidden]` of one dtype."""
+    sources = [source.contiguous() for source in sources]
+    mix, hidden_size = torch.empty_like(sources[0]), sources[0].shape[-1]
+    if mix.numel():
+        weighted_sum_kernel[(weights[..., 0].numel(),)](
+            addresses(sources), weights.contiguous(), mix, len(sources), hidden_size, **launch_shape(hidden_size)
+        )
+    return mix
+
+
+def weighted_sum_backward(
+    grad: torch.Tensor, weights: torch.Tensor, sources: Sequence[torch.Tensor]
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of the weights and of the sources, from one read of the sources."""
+    sources = [source.contiguous() for source in sources]
+    grad_sources, grad_weights = [torch.empty_like(source) for source in sources], torch.empty_like(weights)
+    hidden_size = grad.shape[-1]
+    if grad.numel():
+        weighted_sum_backward_kernel[(weights[..., 0].numel(),)](
+            addresses(sources),
+            addresses(grad_sources),
+            weights.contiguous(),
+            grad_weights,
+            grad.to(sources[0].dtype).contiguous(),
+            len(sources),
+            hidden_size,
+            **launch_shape(hidden_size),
+        )
+    return grad_weights, *grad_sources
+
+
+@triton.jit
+def read_closed_kernel(
+    values, scores, mixes, negative_lse, token_stride, mixes_token_stride, scores_token_stride, scores_source_stride,
+    num_sources, num_sites, hidden_size, SITES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < hidden_size
+    sites = tl.arange(0, SITES)
+    is_site = sites < num_sites
+    total = tl.zeros([SITES, BLOCK], tl.float32)
+    largest = tl.full([SITES], float("-inf"), tl.float32)
+    normaliser = tl.zeros([SITES], tl.float32)
+    for i in range(num_sources):
+        score = tl.load(
+            scores + token * scores_token_stride + i * scores_source_stride + sites, mask=is_site, other=0.0
+        )
+        value = tl.load(values + token * token_stride + i * hidden_size + columns, mask=inside, other=0.0)
+        new_largest = tl.maximum(largest, score)
+        shrink, weight = tl.exp(largest - new_largest), tl.exp(score - new_largest)
+        total = total * shrink[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
+        normaliser = normaliser * shrink + weight
+        largest = new_largest
+    place = token * mixes_token_stride + sites[:, None] * hidden_size + columns[None, :]
+    tl.store(mixes + place, total / normaliser[:, None], mask=is_site[:, None] & inside[None, :])
+    if tl.program_id(1) == 0:
+        tl.store(negative_lse + token * num_sites + sites, -(largest + tl.log(normaliser)), mask=is_site)
+
+
+def read_closed(
+    values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | None = None
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """As in `depth_attention`: all queries of a block against the closed sources, which are read once.
+
+    Args:
+        values: `[tokens, sources, hidden]`, contiguous within a token.
+        scores: `[tokens, sites, sources]`, in fp32, the sites side by side in memory.
+        out: where to write the mixes, `[tokens, sites, hidden]`, contiguous within a token.
+    """
+    (tokens, num_sources, hidden_size), num_sites = values.shape, scores.shape[1]
+    mixes = scores.new_empty(tokens, num_sites, hidden_size) if out is None else out
+    negative_lse = scores.new_empty(tokens, num_sites)
+    sites = triton.next_power_of_2(num_sites)
+    # 8192 sums in fp32 fit the registers of a program
+    block = min(triton.next_power_of_2(hidden_size), max(16, 8192 // sites))
+    if tokens:
+        read_closed_kernel[(tokens, triton.cdiv(hidden_size, block))](
+            values, scores, mixes, negative_lse,
+            values.stride(0), mixes.stride(0), scores.stride(0), scores.stride(2),
+            num_sources, num_sites, hidden_size, SITES=sites, BLOCK=block, num_warps=8,
+        )  # fmt: skip
+    return mixes, negative_lse
+
+
+@triton.jit
+def merge_partial_kernel(
+    query, partial, mix, negative_lse, merged, mix_stride, lse_stride, shift, hidden_size, BLOCK: tl.constexpr
+):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden_size
+    value = tl.load(partial + token * hidden_size + columns, mask=inside, other=0.0).to(tl.float32)
+    length = tl.sqrt(tl.sum(value * value) + tl.load(shift) * tl.load(shift))
+    score = tl.sum(value * tl.load(query + columns, mask=inside, other=0.0)) / length
+    alpha = tl.sigmoid(score + tl.load(negative_lse + token * lse_stride))
+    closed = tl.load(mix + token * mix_stride + columns, mask=inside, other=0.0)
+    total = closed + alpha * (value - closed)
+    tl.store(merged + token * hidden_size + columns, total.to(merged.dtype.element_ty), mask=inside)
+
+
+def merge_partial(
+    query: torch.Tensor, partial: torch.Tensor, mix: torch.Tensor, negative_lse: torch.Tensor, shift: torch.Tensor
+) -> torch.Tensor:
+    """As in `depth_attention`: score, online softmax and merge, with the partial sum read once."""
+    partial = partial.contiguous()
+    merged, hidden_size = torch.empty_like(partial), partial.shape[-1]
+    mix, negative_lse = mix.flatten(0, -2), negative_lse.flatten()
+    if merged.numel():
+        merge_partial_kernel[(len(mix),)](
+            query, partial, mix, negative_lse, merged, mix.stride(0), negative_lse.stride(0), shift, hidden_size,
+            **launch_shape(hidden_size),
+        )  # fmt: skip
+    return merged
