@@ -73,12 +73,12 @@ def ablation_map(statistics: list[DepthStatistics]) -> Figure:
     # A few sources are worth a hundred times the others: linear around zero, logarithmic beyond
     norm = SymLogNorm(linthresh=largest / 100, vmin=-largest, vmax=largest)
     panels = [(of_model.model, of_model, matrix, "PuOr", norm) for of_model, matrix in zip(statistics, matrices)]
-    return _heat_maps(panels, "rise of the loss without it, nats per token")
+    return _heat_maps(panels, "rise of the loss, nats per token")
 
 
 def _heat_maps(panels: list[tuple[str, DepthStatistics, np.ndarray, str | Colormap, Normalize]], unit: str) -> Figure:
     num_sites, num_sources = panels[0][2].shape
-    size = (min(5.6, 2.8 + 0.11 * num_sources), min(8.0, 2.2 + 0.11 * num_sites))
+    size = (min(5.6, 2.8 + 0.11 * num_sources), min(8.0, 2.6 + 0.1 * num_sites))
     figure, axes = plt.subplots(
         1, len(panels), figsize=(size[0] * len(panels), size[1]), squeeze=False, layout="constrained"
     )
@@ -97,7 +97,7 @@ def _heat_maps(panels: list[tuple[str, DepthStatistics, np.ndarray, str | Colorm
 def _label_heat_map(axis: Axes, statistics: DepthStatistics, title: str):
     axis.set_title(title, fontsize=10)
     axis.set_xlabel(f"source: E embedding, then {'blocks' if statistics.block_size > 1 else 'sublayers'}")
-    axis.set_ylabel("site: even attention, odd MLP, last final")
+    axis.set_ylabel("site (even: attention, odd: MLP)")
     axis.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     axis.yaxis.set_major_locator(MaxNLocator(12, integer=True))
     axis.xaxis.set_major_formatter(lambda place, _: "E" if place == 0 else f"{place:.0f}")

@@ -39,7 +39,8 @@ class SiteStatistics:
         layer: number of the layer; that of the last one for the final read.
         sources: what is read: `embedding`, `block 1` ... and `partial`, the open block.
         weights: mean weight of each source; they sum to 1.
-        entropy: mean entropy of the weights in nats, and as a part of its largest value (1 with a single source).
+        entropy, relative_entropy: mean entropy of the weights in nats, and as a part of its largest value (1 with a
+            single source).
         effective_sources: mean of exp(entropy): over so many sources the weights are spread.
         small_weights: part of the weights below 0.01.
         embedding_weight, predecessor_weight: mean weight of the first and of the newest source.
@@ -87,7 +88,17 @@ class Excerpt:
 
 @dataclass
 class DepthStatistics:
-    """All reads of a model, over `num_tokens` tokens of `text`; `excerpt` is its beginning, token by token."""
+    """All reads of a model.
+
+    Attributes:
+        model: its name.
+        base_model_type: of its base.
+        block_size, num_blocks: sublayers per block, and how many blocks there are.
+        text: what was read, in words.
+        num_tokens: how much of it.
+        sites: read by read, in the order of depth.
+        excerpt: the beginning of the text, token by token; none if only means were taken.
+    """
 
     model: str
     base_model_type: str

@@ -66,7 +66,10 @@ def tokens_of_dataset(
     from ..training import data
 
     rows = iter(data.load(dataset, config, split, streaming=True))
-    first = next(rows, None)
+    try:
+        first = next(rows, None)
+    except Exception as error:  # of many kinds, when a stream starts
+        raise ValueError(f"`{dataset}` cannot be read: {str(error.__cause__ or error).splitlines()[0]}") from error
     if first is None:
         raise ValueError(f"`{dataset}` is empty: there is nothing to read.")
     of_row = data.row_tokenizer(list(first), tokenizer)

@@ -1,10 +1,13 @@
 """`attnres inspect`: its figures against a direct computation, and the program on real files."""
 
+import dataclasses
 import json
 import math
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from tiny_models import convert, randomize_queries, reference_hidden_states, tiny_base_model
 from typer.testing import CliRunner
 
@@ -12,8 +15,10 @@ from attnres.cli import app
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.depth_attention import depth_attention_reference
-from attnres.inspection import ablate, gradient_rms, measure
-from attnres.inspection.figures import weight_matrix
+from attnres.inspection import DepthStatistics, Excerpt, SiteStatistics, ablate, gradient_rms, inspect, measure
+from attnres.inspection.callback import DepthMapCallback
+from attnres.inspection.figures import ablation_map, ablation_matrix, heat_map, weight_matrix
+from attnres.inspection.text import pieces, read_windows
 
 
 def windows():
@@ -139,6 +144,12 @@ def folder(tmp_path_factory):
     for name, model in (("base", base), ("a", convert(base, 2)), ("b", randomize_queries(convert(base, 2)))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    tiny_base_model("qwen3", num_hidden_layers=2).save_pretrained(folder / "shallow")
+    (folder / "columns.jsonl").write_text('{"wrong": 1}\n')
+    (folder / "broken.jsonl").write_text('{"text": ')
+    (folder / "streamed").mkdir()
+    (folder / "streamed/README.md").write_text("---\nconfigs:\n- config_name: x\n  data_files: part.jsonl\n---\n")
+    (folder / "streamed/part.jsonl").write_text('{"text": ')
     (folder / "empty.txt").write_text("")
     (folder / "latin.txt").write_bytes("é".encode("latin-1"))
     return folder
@@ -146,14 +157,122 @@ def folder(tmp_path_factory):
 
 def test_program(folder, tmp_path):
     arguments = ["inspect", str(folder / "a"), str(folder / "b"), "--base", str(folder / "base"), "-o", str(tmp_path)]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, [*arguments, "--max-tokens", "64", "--gradients", "--ablate"])
     assert result.exit_code == 0, result.output
     assert f"{folder.name}/b: " in result.output and "of its maximum" in result.output
     results = json.loads((tmp_path / "depth.json").read_text())
     assert results["schema"] == 2 and len(results["models"]) == 2
-    assert results["models"][1]["sites"][3]["stream_rms"] > 0
-    for name in ("weights", "profiles"):
+    for model in results["models"]:
+        assert model["sites"][3]["stream_rms"] > 0 and model["sites"][8]["gradient_rms"] is None
+        assert model["sites"][3]["base_gradient_rms"] == results["models"][0]["sites"][3]["base_gradient_rms"] > 0
+        assert len(model["sites"][8]["ablation"]) == 5 and model["sites"][0]["ablation"] == [None]
+        tokens, weights = model["excerpt"]["tokens"], model["excerpt"]["weights"]
+        assert "".join(tokens) in read_sample() and len(tokens) == 64
+        for site, of_site in zip(model["sites"], weights):
+            assert len(of_site) == 64
+            for source, mean in enumerate(site["weights"]):
+                assert sum(token[source] for token in of_site) / 64_000 == pytest.approx(mean, abs=1e-3)
+    for name in ("weights", "profiles", "ablation"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000 and (tmp_path / f"{name}.svg").exists()
+    assert folder.name in (tmp_path / "index.html").read_text()
+
+
+def test_schema_is_documented(folder, tmp_path):
+    """What `depth.json` holds is what the dataclasses tell of, field by field."""
+    results = inspect([str(folder / "b")], tmp_path, max_tokens=32, device="cpu")
+    assert results == json.loads((tmp_path / "depth.json").read_text())
+    (model,) = results["models"]
+    for part, kind in ((model, DepthStatistics), (model["sites"][0], SiteStatistics), (model["excerpt"], Excerpt)):
+        assert list(part) == [field.name for field in dataclasses.fields(kind)]
+        for name in part:
+            assert name in kind.__doc__
+
+
+def test_pictures_show_the_numbers(folder):
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    statistics = measure(model, windows())
+    for site, rises in zip(statistics.sites, ablate(model, windows())):
+        site.ablation = rises
+    for figure, matrix in (
+        (heat_map([statistics]), weight_matrix(statistics)),
+        (ablation_map([statistics]), ablation_matrix(statistics)),
+    ):
+        axis = figure.axes[0]
+        drawn = axis.images[0].get_array()
+        assert (drawn.filled(math.nan) == matrix)[~drawn.mask].all() and drawn.mask.tolist() == np.isnan(
+            matrix
+        ).tolist()
+        # Sublayers 0 to 2 are a block, and 3 to 5
+        assert sorted({line.get_ydata()[0] for line in axis.lines}) == [2.5, 5.5]
+    difference = heat_map([statistics, statistics]).axes[2].images[0]
+    assert abs(difference.get_array()).max() == 0 and difference.norm.vmin == -difference.norm.vmax
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "chat", "parquet", "txt", "folder", "streamed"])
+def test_data_sets(folder, tmp_path, kind):
+    texts = [f"{i} and {i + 1} are {2 * i + 1}." for i in range(40)]
+    rows = [{"text": text} for text in texts]
+    path = tmp_path / f"data.{kind}"
+    if kind == "parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif kind == "txt":
+        path.write_text("\n".join(texts))
+    else:
+        if kind in ("folder", "streamed"):
+            path.mkdir()
+            if kind == "streamed":  # a folder like a repository of the Hub
+                (path / "README.md").write_text(
+                    "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n"
+                )
+        if kind == "chat":
+            rows = [{"prompt": text[:8], "completion": text[8:]} for text in texts]
+        file = path / "part.jsonl" if path.is_dir() else tmp_path / "data.jsonl"
+        path = path if path.is_dir() else file
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results = inspect([str(folder / "b")], tmp_path / "out", dataset=str(path), max_tokens=40, device="cpu")
+    (model,) = results["models"]
+    assert model["num_tokens"] == 40 and model["text"] == f"`{path}`"
+    assert "".join(model["excerpt"]["tokens"]).startswith("0 and 1 are 1.")
+
+
+def test_no_more_of_a_text_is_read_than_needed(monkeypatch):
+    taken = []
+
+    def rows():
+        for i in range(100):
+            taken.append(i)
+            yield [1] * 10
+
+    assert read_windows(rows(), max_tokens=25, length=10, source="text").shape == (2, 10)
+    assert len(taken) == 3
+    assert read_windows(iter([[1, 2, 3]]), max_tokens=25, length=10, source="text").tolist() == [[1, 2, 3]]
+
+
+def test_a_file_is_read_bit_by_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnres.inspection.text.PIECE", 7)
+    (tmp_path / "text.txt").write_text("äöü and so on " * 3, encoding="utf-8")
+    found = list(pieces(tmp_path / "text.txt"))
+    assert "".join(found) == "äöü and so on " * 3 and set(map(len, found)) == {7}
+
+
+def test_callback_logs_to_tensorboard(folder, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from transformers import Trainer, TrainingArguments
+
+    model = convert(tiny_base_model("qwen3"), 2)
+    rows = [{"input_ids": row, "labels": row} for row in windows()]
+    arguments = TrainingArguments(
+        tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    Trainer(
+        model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[DepthMapCallback(windows()[:2])]
+    ).train()
+    events = EventAccumulator(str(tmp_path / "runs/depth")).Reload()
+    for name in ("depth/weights", "depth/profiles"):
+        pictures = events.Images(name)
+        assert [picture.step for picture in pictures] == [2, 4]
+        assert pictures[0].encoded_image_string.startswith(b"\x89PNG") and pictures[0].height > 200
+        assert pictures[0].encoded_image_string != pictures[1].encoded_image_string
 
 
 @pytest.mark.parametrize(
@@ -164,12 +283,24 @@ def test_program(folder, tmp_path):
         (["{}/a", "--file", "{}/nothing.txt"], "There is no file"),
         (["{}/a", "--file", "{}/empty.txt"], "`empty.txt` has 0 tokens: there is nothing to read"),
         (["{}/a", "--file", "{}/latin.txt"], "is not UTF-8 text"),
+        (["{}/a", "--text", "x", "--dataset", "{}/a"], "Give a text, a file or a data set, not text and dataset"),
+        (["{}/a", "--dataset", "{}/nothing.jsonl"], "There is no file or folder"),
+        (["{}/a", "--dataset", "{}/columns.jsonl"], "The data has the columns wrong"),
+        (["{}/a", "--dataset", "{}/broken.jsonl"], "cannot be read as json"),
+        (["{}/a", "--dataset", "{}/streamed"], "streamed` cannot be read: "),
+        (["{}/a", "--dataset", "{}/empty.txt"], "there is nothing to read"),
+        (["{}/a", "--split", "test"], "`split='test'` is of a data set: name one"),
+        (["{}/a", "{}/base"], "is a qwen3, no AttnRes model"),
+        (["{}/a", "--base", "{}/b"], "is an AttnRes model: its PreNorm base is what is drawn beside"),
+        (["{}/a", "--base", "{}/shallow"], "has num_hidden_layers 2 and"),
+        (["{}/a", "--base", "./nowhere"], "There is no folder `./nowhere`"),
         (["{}/a", "--text", "x", "--file", "{}/empty.txt"], "Give a text, a file or a data set, not text and file"),
         (["{}/a", "{}/a", "{}/b"], "One checkpoint can be inspected, or two compared; these are 3"),
     ],
 )
-def test_bad_input(folder, tmp_path, arguments, message):
+def test_bad_input(folder, tmp_path, arguments, message, monkeypatch):
     arguments = [argument.format(folder) for argument in arguments]
+    monkeypatch.setattr("attnres.inspection.run._load", None)  # before a model is loaded
     result = CliRunner().invoke(app, ["inspect", *arguments, "-o", str(tmp_path / "out")])
     assert isinstance(result.exception, ValueError) and message in str(result.exception)
     assert not (tmp_path / "out").exists()
