@@ -60,15 +60,19 @@ def gradient_rms(model: nn.Module, windows: torch.Tensor, *, name: str = "model"
     Returns:
         One root mean square per sublayer.
     """
-    places = sublayers(model.model)
-    squares, elements = [0.0] * len(places), 0
+    squares, elements = 0.0, 0
     for ids in track(windows.split(batch_size), description=f"Gradients of {name}"):
-        with evaluating(model), torch.enable_grad(), _outputs(places) as outputs:
-            loss = summed_loss(model, ids.to(model.device))
-        for place, gradient in enumerate(torch.autograd.grad(loss, outputs)):
-            squares[place] += gradient.double().square().sum().item()
-        elements += outputs[0].numel()
-    return [(square / elements) ** 0.5 for square in squares]
+        squares = squares + _gradient_squares(model, ids.to(model.device))
+        elements += ids.numel() * model.config.hidden_size
+    return (squares / elements).sqrt().tolist()
+
+
+def _gradient_squares(model: nn.Module, ids: torch.Tensor) -> torch.Tensor:
+    """Sums over a batch, `[sublayers]`; its graph is gone before the next one is made."""
+    with evaluating(model), torch.enable_grad(), _outputs(sublayers(model.model)) as outputs:
+        loss = summed_loss(model, ids)
+    gradients = torch.autograd.grad(loss, outputs)
+    return torch.stack([gradient.double().square().sum().cpu() for gradient in gradients])
 
 
 @contextlib.contextmanager

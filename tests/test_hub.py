@@ -265,6 +265,9 @@ def test_card_is_written_anew(hub, checkpoint):
     assert "[tester/base](https://huggingface.co/tester/base) with" in card.text
     assert "![depth weights](figures/depth_weights.png)" in card.text and "| task | ours |" in card.text
     assert "![weights](depth/weights.png)" in card.text
+    convert(checkpoint, checkpoint.parent / "other-blocks", block_size=2, verify=False)  # which reads otherwise
+    assert (checkpoint.parent / "other-blocks/figures").exists()
+    assert not (checkpoint.parent / "other-blocks/depth").exists()
     assert '"tester/mine"' in card.text
     python(hub, "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()", path)
     base = checkpoint.parent / "base"

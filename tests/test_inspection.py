@@ -1,8 +1,10 @@
 """`attnres inspect`: its figures against a direct computation, and the program on real files."""
 
 import dataclasses
+import gc
 import json
 import math
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -19,6 +21,9 @@ from attnres.inspection import DepthStatistics, Excerpt, SiteStatistics, ablate,
 from attnres.inspection.callback import DepthMapCallback
 from attnres.inspection.figures import ablation_map, ablation_matrix, heat_map, weight_matrix
 from attnres.inspection.text import pieces, read_windows
+
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
 
 def windows():
@@ -136,6 +141,19 @@ def test_measuring_leaves_the_model_as_it_was():
     assert measure(model, windows()) == before
 
 
+@pytest.mark.parametrize("run", [measure, gradient_rms])
+def test_memory_does_not_grow_with_the_text(run):
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 2))
+    alive = []
+
+    def count(module, args):
+        alive.append(sum(found.numel() for found in gc.get_objects() if isinstance(found, torch.Tensor)))
+
+    model.model.layers[0].mlp.register_forward_pre_hook(count)
+    run(model, windows().repeat(4, 1), batch_size=2)
+    assert len(alive) == 10 and alive[9] == alive[1]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inspect")
@@ -185,7 +203,7 @@ def test_schema_is_documented(folder, tmp_path):
     for part, kind in ((model, DepthStatistics), (model["sites"][0], SiteStatistics), (model["excerpt"], Excerpt)):
         assert list(part) == [field.name for field in dataclasses.fields(kind)]
         for name in part:
-            assert name in kind.__doc__
+            assert name in kind.__doc__ and f"`{name}`" in README.replace("[site][token][source]", "")
 
 
 def test_pictures_show_the_numbers(folder):
