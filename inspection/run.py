@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..configuration_attnres import AttnResConfig
 from ..conversion.parity import read_sample
@@ -91,6 +91,14 @@ def inspect(
     if file is not None and not Path(file).is_file():
         raise ValueError(f"There is no file `{file}`.")
 
+    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        raise ValueError(f"`device={device!r}` is not to be had: {str(error).splitlines()[0]}") from None
+    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+        raise ValueError(f"`dtype={dtype!r}` is no type of torch; there are float32, bfloat16, float16 and auto.")
+
     configs = [_config(path) for path in models]
     for path, config in zip(models, configs):
         check_is_attnres(config, path)
@@ -98,7 +106,7 @@ def inspect(
         _check_base(base, configs, models)
     windows = []
     for path, config in zip(models, configs):
-        tokenizer = AutoTokenizer.from_pretrained(path)
+        tokenizer = _tokenizer(path)
         if dataset is not None:
             ids, source = tokens_of_dataset(dataset, dataset_config, split or "train", tokenizer), f"`{dataset}`"
         elif file is not None:
@@ -110,7 +118,6 @@ def inspect(
         longest = min(length, getattr(config, "max_position_embeddings", None) or length)
         windows.append(read_windows(ids, max_tokens, longest, source))
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     base_model = None if base is None else _load(base, dtype, device)
     excerpt_tokens = min(EXCERPT_TOKENS, EXCERPT_WEIGHTS // sum(map(_weights_per_token, configs)))
     statistics = []
@@ -118,7 +125,7 @@ def inspect(
         model = _load(path, dtype, device)
         name = "/".join(Path(path).absolute().parts[-2:]) if Path(path).exists() else path
         measured = measure(model, of_model, name=name, text=source, base=base_model, batch_size=batch_size)
-        measured.excerpt = read_excerpt(model, of_model[0, :excerpt_tokens], AutoTokenizer.from_pretrained(path))
+        measured.excerpt = read_excerpt(model, of_model[0, :excerpt_tokens], _tokenizer(path))
         if gradients:
             for site, rms in zip(measured.sites, gradient_rms(model, of_model, name=name, batch_size=batch_size)):
                 site.gradient_rms = rms
@@ -144,6 +151,13 @@ def _config(path: str) -> PreTrainedConfig:
     if path.startswith((".", "/", "~")) and not Path(path).is_dir():
         raise ValueError(f"There is no folder `{path}`.")
     return AutoConfig.from_pretrained(path)
+
+
+def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+    try:
+        return AutoTokenizer.from_pretrained(path)
+    except (ValueError, OSError) as error:
+        raise ValueError(f"`{path}` has no tokenizer that loads here: {str(error).splitlines()[0]}") from error
 
 
 def _check_base(base: str, configs: list[AttnResConfig], models: list[str]):

@@ -90,9 +90,9 @@ def test_gradients_against_autograd(family, block_size):
     assert measured == pytest.approx([gradient.square().mean().sqrt().item() for gradient in gradients], rel=1e-4)
 
 
-@pytest.mark.parametrize("block_size", [1, 3])
-def test_gradients_at_zero_queries_are_those_of_the_base(block_size):
-    base = tiny_base_model("qwen3")
+@pytest.mark.parametrize("family, block_size", [("qwen3", 1), ("granite", 3), ("qwen3_next", 3), ("deepseek_v3", 2)])
+def test_gradients_at_zero_queries_are_those_of_the_base(family, block_size):
+    base = tiny_base_model(family)
     converted = gradient_rms(convert(base, block_size), windows())
     assert len(converted) == 8 and converted == pytest.approx(gradient_rms(base, windows()), rel=1e-4)
 
@@ -163,6 +163,7 @@ def folder(tmp_path_factory):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
     tiny_base_model("qwen3", num_hidden_layers=2).save_pretrained(folder / "shallow")
+    convert(base, 2).save_pretrained(folder / "silent")
     (folder / "columns.jsonl").write_text('{"wrong": 1}\n')
     (folder / "broken.jsonl").write_text('{"text": ')
     (folder / "streamed").mkdir()
@@ -307,6 +308,9 @@ def test_callback_logs_to_tensorboard(folder, tmp_path):
         (["{}/a", "--dataset", "{}/broken.jsonl"], "cannot be read as json"),
         (["{}/a", "--dataset", "{}/streamed"], "streamed` cannot be read: "),
         (["{}/a", "--dataset", "{}/empty.txt"], "there is nothing to read"),
+        (["{}/a", "--device", "nowhere"], "`device='nowhere'` is not to be had: "),
+        (["{}/a", "--dtype", "float17"], "`dtype='float17'` is no type of torch"),
+        (["{}/silent"], "silent` has no tokenizer that loads here: "),
         (["{}/a", "--split", "test"], "`split='test'` is of a data set: name one"),
         (["{}/a", "{}/base"], "is a qwen3, no AttnRes model"),
         (["{}/a", "--base", "{}/b"], "is an AttnRes model: its PreNorm base is what is drawn beside"),
