@@ -78,7 +78,7 @@ def ablation_map(statistics: list[DepthStatistics]) -> Figure:
 
 def _heat_maps(panels: list[tuple[str, DepthStatistics, np.ndarray, str | Colormap, Normalize]], unit: str) -> Figure:
     num_sites, num_sources = panels[0][2].shape
-    size = (min(5.6, 2.8 + 0.11 * num_sources), min(8.0, 2.6 + 0.1 * num_sites))
+    size = (min(5.6, 2.8 + 0.11 * num_sources), min(7.0, 2.6 + 0.09 * num_sites))
     figure, axes = plt.subplots(
         1, len(panels), figsize=(size[0] * len(panels), size[1]), squeeze=False, layout="constrained"
     )

@@ -155,10 +155,10 @@ def test_tokens_show_their_own_weights(page, results):
 def test_everything_is_reached_by_tab(page):
     page.execute_script("document.activeElement.blur()")
     reached = []
-    for _ in range(6):
+    for _ in range(7):
         keys(page, "TAB")
         reached.append(page.execute_script("return document.activeElement.id"))
-    assert reached == ["model", "quantity", "kind", "site", "map", "tokens"]
+    assert reached == ["model", "quantity", "kind", "site", "map", "tokens", "bars"]
 
 
 def test_profiles(page, results):
