@@ -153,7 +153,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _norm_inputs(trunk: nn.Module) -> Iterator[dict[int, tuple[float, int]]]:
-    """Sum of squares and number of elements of what every norm is given, for the tokens that count."""
+    """Sum of squares and number of elements of what every norm is given."""
     found: dict[int, tuple[float, int]] = {}
     handles = []
     for site, norm in enumerate(norm_modules(trunk)):
