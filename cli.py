@@ -266,16 +266,25 @@ def finetune(
 @app.command()
 def inspect(
     models: Annotated[list[str], typer.Argument(metavar="MODEL [OTHER]", help="One checkpoint, or two to compare.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="For figures and pictures.")] = Path("attnres-depth"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="For figures, pictures and the page.")] = Path(
+        "attnres-depth"
+    ),
     text: Annotated[str | None, typer.Option(help="What to read, in place of the built-in text.")] = None,
     file: Annotated[Path | None, typer.Option(help="A UTF-8 text to read.")] = None,
-    base: Annotated[str | None, typer.Option(help="PreNorm checkpoint to draw the residual stream of.")] = None,
+    dataset: Annotated[str | None, typer.Option(help="Hub id, file (JSONL, Parquet, text) or folder to read.")] = None,
+    dataset_config: Annotated[str | None, typer.Option(help="Configuration of a data set on the Hub.")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a data set on the Hub. [default: train]")] = None,
+    base: Annotated[str | None, typer.Option(help="PreNorm checkpoint to draw the stream of.")] = None,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Measure gradients over depth as well.")] = False,
+    ablate: Annotated[
+        bool, typer.Option("--ablate", help="Mask every source out at every site: what is it worth? On 512 tokens.")
+    ] = False,
     max_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to read.")] = 10_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows of 512 tokens at a time.")] = 4,
     dtype: Annotated[str, typer.Option(help="auto is that of the checkpoint.")] = "auto",
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0 ... [default: a GPU if there is one]")] = None,
 ):
-    """Show what a model reads from where: depth weights over text, as pictures and JSON."""
+    """Show what a model reads from where: depth weights over text, as pictures, a page and JSON."""
     from .inspection import inspect
 
     results = inspect(
@@ -283,7 +292,12 @@ def inspect(
         output,
         text=text,
         file=file,
+        dataset=dataset,
+        dataset_config=dataset_config,
+        split=split,
         base=base,
+        gradients=gradients,
+        ablation=ablate,
         max_tokens=max_tokens,
         batch_size=batch_size,
         dtype=dtype,
@@ -298,7 +312,8 @@ def inspect(
             f" newest source {newest:.3f}",
             highlight=False,
         )
-    console.print(f"Wrote {output}/depth.json, weights.png, profiles.png and the same as SVG", highlight=False)
+    pictures = "weights.png, profiles.png, ablation.png" if ablate else "weights.png, profiles.png"
+    console.print(f"Wrote {output}/index.html, depth.json, {pictures} and the same as SVG", highlight=False)
 
 
 @app.command()

@@ -357,7 +357,7 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
     console.print(f"Evaluation: {output / 'eval'}, with its table and plot")
     if model is None:
         console.print(f"Fine-tuned checkpoints: {output / 'finetuned'}, with their curves in loss.png")
-        console.print(f"Depth weights: {output / 'depth'}, with the heat map weights.png")
+        console.print(f"Depth weights: {output / 'depth'}, with the heat map weights.png and the page index.html")
     console.print(f"Done in {time.perf_counter() - start:.0f} s.")
     if unchanged < len(PROMPTS) or abs(losses["PreNorm"] - losses["AttnRes"]) > 1e-4:
         raise ValueError("The AttnRes model does not compute what its base computes; please report this.")

@@ -368,9 +368,10 @@ def is_attnres(checkpoint: Checkpoint) -> bool:
 def cards_to_keep(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[str, str | None]:
     """Where the source's cards and reports go, `None` for nowhere.
 
-    A base's card steps aside for that of the conversion, and comes back with the base.
+    A base's card steps aside for that of the conversion, and comes back with the base. Depth maps are of the source.
     """
-    names: dict[str, str | None] = dict.fromkeys(("README.md", BASE_CARD_NAME, *REPORT_NAMES))
+    maps = (name for name in source.companions if name.startswith("depth/") and is_attnres(source))
+    names: dict[str, str | None] = dict.fromkeys(("README.md", BASE_CARD_NAME, *REPORT_NAMES, *maps))
     if isinstance(config, AttnResConfig):
         if not is_attnres(source):
             return names | {"README.md": BASE_CARD_NAME}

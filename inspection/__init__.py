@@ -11,9 +11,11 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""What a model reads from where: depth weights over real text, as numbers and as pictures."""
+"""What a model reads from where: depth weights over real text, as numbers, as pictures and as a page."""
 
-from .measure import DepthStatistics, SiteStatistics, inspect, measure
+from .effects import ablate, gradient_rms
+from .measure import DepthStatistics, Excerpt, SiteStatistics, measure
+from .run import inspect
 
 
-__all__ = ["DepthStatistics", "SiteStatistics", "inspect", "measure"]
+__all__ = ["DepthStatistics", "Excerpt", "SiteStatistics", "ablate", "gradient_rms", "inspect", "measure"]

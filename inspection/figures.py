@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Pictures of depth statistics: where every site reads from, how sharply, and how large hidden states are."""
+"""Pictures of depth statistics: where every site reads from, how sharply, what it is worth, how large things are."""
 
 from pathlib import Path
 
@@ -21,89 +21,153 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.colors import Colormap, Normalize, PowerNorm, SymLogNorm  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator  # noqa: E402
 
-from ..outputs import write_figure
+from ..outputs import write_figure  # noqa: E402
 from .measure import DepthStatistics  # noqa: E402
 
 
-ATTENTION, MLP = "#0072B2", "#D55E00"  # Okabe and Ito's, which colour-blind people can tell apart
+# Okabe and Ito's, which colour-blind people can tell apart
+ATTENTION, MLP, READ = "#0072B2", "#D55E00", "#009E73"
+KINDS = (("attention", "attention", ATTENTION), ("mlp", "MLP", MLP))
+NO_SOURCE = "#e6e6e6"
 
 
 def weight_matrix(statistics: DepthStatistics) -> np.ndarray:
     """Mean weights, `[sites, sources]`: the embedding, then block by block; nothing (NaN) where there is no source."""
-    sites = statistics.sites
-    matrix = np.full((len(sites), 1 + statistics.num_blocks), np.nan)
-    for site in sites:
-        matrix[site.site, : len(site.weights)] = site.weights
+    return _matrix(statistics, [site.weights for site in statistics.sites])
+
+
+def ablation_matrix(statistics: DepthStatistics) -> np.ndarray:
+    """Rise of the loss by what is masked out, `[sites, sources]`; NaN where there is no source, or no other one."""
+    return _matrix(statistics, [site.ablation for site in statistics.sites])
+
+
+def _matrix(statistics: DepthStatistics, rows: list[list[float | None]]) -> np.ndarray:
+    matrix = np.full((len(rows), 1 + statistics.num_blocks), np.nan)
+    for site, row in enumerate(rows):
+        matrix[site, : len(row)] = row  # None becomes NaN
     return matrix
 
 
 def heat_map(statistics: list[DepthStatistics]) -> Figure:
-    """Site by source, one panel for a model and, for two, their difference."""
-    matrices = [weight_matrix(of_model) for of_model in statistics]
-    titles = [of_model.model for of_model in statistics]
-    comparable = len(matrices) == 2 and matrices[0].shape == matrices[1].shape
-    panels = len(matrices) + comparable
-    height = min(9.0, 2.0 + 0.12 * max(map(len, matrices)))
-    figure, axes = plt.subplots(1, panels, figsize=(1.5 + 4.0 * panels, height), squeeze=False)
-    for axis, matrix, title, of_model in zip(axes[0], matrices, titles, statistics):
-        image = axis.imshow(matrix, aspect="auto", cmap="cividis", vmin=0, vmax=1, interpolation="nearest")
-        _label(axis, of_model, f"{title}: mean weight")
-        figure.colorbar(image, ax=axis, fraction=0.046)
-    if comparable:
-        difference = matrices[1] - matrices[0]
+    """Mean weights, site by source: one panel for a model and, for two, their difference."""
+    # Most weights are small; the root tells them apart, and the colour bar tells of the root
+    norm = PowerNorm(0.5, vmin=0, vmax=1)
+    panels = [(of_model.model, of_model, weight_matrix(of_model), "viridis", norm) for of_model in statistics]
+    if len(panels) == 2 and panels[0][2].shape == panels[1][2].shape:
+        difference = panels[1][2] - panels[0][2]
         largest = max(np.nanmax(np.abs(difference)), 1e-3)
-        image = axes[0, -1].imshow(
-            difference, aspect="auto", cmap="PuOr", vmin=-largest, vmax=largest, interpolation="nearest"
-        )
-        _label(axes[0, -1], statistics[1], f"{titles[1]} less {titles[0]}")
-        figure.colorbar(image, ax=axes[0, -1], fraction=0.046)
-    figure.tight_layout()
+        title = f"{statistics[1].model}\nless {statistics[0].model}"
+        panels.append((title, statistics[1], difference, "PuOr", Normalize(-largest, largest)))
+    return _heat_maps(panels, "mean weight")
+
+
+def ablation_map(statistics: list[DepthStatistics]) -> Figure:
+    """What masking a source out at a site does to the loss, one panel for a model."""
+    matrices = [ablation_matrix(of_model) for of_model in statistics]
+    largest = max(max(np.nanmax(np.abs(matrix)) for matrix in matrices), 1e-6)
+    # A few sources are worth a hundred times the others: linear around zero, logarithmic beyond
+    norm = SymLogNorm(linthresh=largest / 100, vmin=-largest, vmax=largest)
+    panels = [(of_model.model, of_model, matrix, "PuOr", norm) for of_model, matrix in zip(statistics, matrices)]
+    return _heat_maps(panels, "rise of the loss, nats per token")
+
+
+def _heat_maps(panels: list[tuple[str, DepthStatistics, np.ndarray, str | Colormap, Normalize]], unit: str) -> Figure:
+    num_sites, num_sources = panels[0][2].shape
+    size = (min(5.6, 2.8 + 0.11 * num_sources), min(7.0, 2.6 + 0.09 * num_sites))
+    figure, axes = plt.subplots(
+        1, len(panels), figsize=(size[0] * len(panels), size[1]), squeeze=False, layout="constrained"
+    )
+    for axis, (title, of_model, matrix, colours, norm) in zip(axes[0], panels):
+        axis.set_facecolor(NO_SOURCE)
+        image = axis.imshow(matrix, aspect="auto", cmap=colours, norm=norm, interpolation="nearest")
+        if of_model.block_size > 1:
+            for boundary in range(of_model.block_size, len(matrix), of_model.block_size):
+                axis.axhline(boundary - 0.5, color="black", linewidth=0.8)
+                axis.axhline(boundary - 0.5, color="white", linewidth=0.8, linestyle=(0, (3, 3)))
+        _label_heat_map(axis, of_model, title)
+        figure.colorbar(image, ax=axis, label=unit, fraction=0.08, aspect=30)
     return figure
 
 
-def _label(axis, statistics: DepthStatistics, title: str):
-    for boundary in range(statistics.block_size, len(statistics.sites), statistics.block_size):
-        if statistics.block_size > 1:
-            axis.axhline(boundary + 0.5, color="white", linewidth=0.6, alpha=0.7)
-    axis.set(title=title, xlabel="source: embedding, then blocks", ylabel="site: attention, MLP, ...")
-    axis.title.set_fontsize(10)
+def _label_heat_map(axis: Axes, statistics: DepthStatistics, title: str):
+    axis.set_title(title, fontsize=10)
+    axis.set_xlabel(f"source: E embedding, then {'blocks' if statistics.block_size > 1 else 'sublayers'}")
+    axis.set_ylabel("site (even: attention, odd: MLP)")
+    axis.xaxis.set_major_locator(MaxNLocator(12, integer=True))
+    axis.yaxis.set_major_locator(MaxNLocator(12, integer=True))
+    axis.xaxis.set_major_formatter(lambda place, _: "E" if place == 0 else f"{place:.0f}")
 
 
 def profiles(statistics: list[DepthStatistics]) -> Figure:
-    """Over the depth of sites: entropy, weight of the embedding and of the newest source, size of hidden states."""
-    figure, axes = plt.subplots(len(statistics), 3, figsize=(12, 3.2 * len(statistics)), squeeze=False)
+    """Over the depth of sites, a row for a model: entropy, weight of the embedding and of the newest source, sizes."""
+    has_gradients = any(of_model.sites[0].gradient_rms is not None for of_model in statistics)
+    columns = 4 if has_gradients else 3
+    figure, axes = plt.subplots(
+        len(statistics),
+        columns,
+        figsize=(3.6 * columns, 0.3 + 3.0 * len(statistics)),
+        squeeze=False,
+        layout="constrained",
+        sharey="col",
+    )
     for row, of_model in zip(axes, statistics):
-        for kind, colour in (("attention", ATTENTION), ("mlp", MLP)):
-            sites = [site for site in of_model.sites if site.kind == kind]
-            places = [site.site for site in sites]
-            label = {"attention": "attention", "mlp": "MLP"}[kind]
-            row[0].plot(places, [site.relative_entropy for site in sites], "o-", ms=3, color=colour, label=label)
-            newest, embedding = zip(*((site.predecessor_weight, site.embedding_weight) for site in sites))
-            row[1].plot(places, newest, "o-", ms=3, color=colour, label=f"{label}, newest")
-            row[1].plot(places, embedding, ":", color=colour, label=f"{label}, embedding")
-        row[0].set(title=f"{of_model.model}: entropy", ylabel="entropy / its maximum", ylim=(0, 1.05))
-        row[1].set(title="weight of newest source and embedding", ylim=(0, 1.05))
-        places = [site.site for site in of_model.sites]
-        row[2].plot(places, [site.rms for site in of_model.sites], color="#009E73", label="what is read")
-        if of_model.sites[0].stream_rms is not None:
-            row[2].plot(places, [site.stream_rms for site in of_model.sites], color="black", label="PreNorm stream")
-        row[2].set(title="root mean square", yscale="log")
+        sites = of_model.sites
+        for kind, label, colour in KINDS:
+            of_kind = [site for site in sites if site.kind == kind]
+            several = [site for site in of_kind if len(site.weights) > 1]
+            _line(row[0], several, "relative_entropy", f"before {label}", colour, marker="o")
+            _line(row[1], several, "predecessor_weight", f"newest, {label}", colour, marker="o")
+            _line(row[1], several, "embedding_weight", f"embedding, {label}", colour, linestyle=":")
+            if has_gradients:
+                _line(row[3], of_kind, "gradient_rms", f"of {label}", colour, marker="o")
+        _line(row[2], sites, "rms", "what is read", READ, marker="o")
+        if sites[0].stream_rms is not None:
+            _line(row[2], sites, "stream_rms", "PreNorm stream", "black", linestyle="--")
+        if has_gradients and sites[0].base_gradient_rms is not None:
+            _line(row[3], sites[:-1], "base_gradient_rms", "PreNorm base", "black", linestyle="--")
+        row[0].set(title="entropy / its maximum", ylim=(0, 1.05), ylabel=of_model.model)
+        row[1].set(title="weight of a source", ylim=(0, 1.05))
+        row[2].set(title="hidden states, RMS", yscale="log")
+        if has_gradients:
+            row[3].set(title="gradient of what is written, RMS", yscale="log")
+        for axis in row[2:]:
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            axis.yaxis.set_major_formatter("{x:g}")
+            axis.yaxis.set_minor_locator(NullLocator())
         for axis in row:
-            axis.set_xlabel("site")
-            axis.title.set_fontsize(10)
-            axis.legend(frameon=False, fontsize=8)
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.grid(alpha=0.25)
-    figure.tight_layout()
+            _finish(axis, of_model)
     return figure
+
+
+def _line(axis: Axes, sites: list, field: str, label: str, colour: str, **kwargs):
+    values = [getattr(site, field) for site in sites]
+    axis.plot([site.site for site in sites], values, color=colour, label=label, markersize=3, linewidth=1.3, **kwargs)
+
+
+def _finish(axis: Axes, statistics: DepthStatistics):
+    if statistics.block_size > 1:
+        for boundary in range(statistics.block_size, len(statistics.sites), statistics.block_size):
+            axis.axvline(boundary - 0.5, color="black", alpha=0.15, linewidth=0.8)
+    axis.set_xlabel("site")
+    axis.title.set_fontsize(10)
+    axis.legend(frameon=False, fontsize=8)
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(axis="y", alpha=0.25)
+    axis.tick_params(labelleft=True)
 
 
 def draw(statistics: list[DepthStatistics], output: Path) -> list[Path]:
     """Write all pictures as PNG and SVG; their paths."""
+    figures = {"weights": heat_map(statistics), "profiles": profiles(statistics)}
+    if statistics[0].sites[0].ablation is not None:
+        figures["ablation"] = ablation_map(statistics)
     paths = []
-    for name, figure in (("weights", heat_map(statistics)), ("profiles", profiles(statistics))):
+    for name, figure in figures.items():
         paths += write_figure(figure, output / name)
         plt.close(figure)
     return paths

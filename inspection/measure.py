@@ -14,23 +14,18 @@
 """Means of the depth weights over text, a batch at a time, so that memory does not grow with the text."""
 
 import contextlib
-import json
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from rich.progress import track
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..configuration_attnres import AttnResConfig
-from ..conversion.parity import read_sample
-from ..outputs import write_file
+from ..depth_attention import num_sources
 
 
-SCHEMA = 1
 SMALL = 0.01  # a weight below is as good as none
 
 
@@ -44,13 +39,19 @@ class SiteStatistics:
         layer: number of the layer; that of the last one for the final read.
         sources: what is read: `embedding`, `block 1` ... and `partial`, the open block.
         weights: mean weight of each source; they sum to 1.
-        entropy: mean entropy of the weights in nats, and as a part of its largest value (1 with a single source).
+        entropy, relative_entropy: mean entropy of the weights in nats, and as a part of its largest value (1 with a
+            single source).
         effective_sources: mean of exp(entropy): over so many sources the weights are spread.
         small_weights: part of the weights below 0.01.
         embedding_weight, predecessor_weight: mean weight of the first and of the newest source.
         distance: mean number of sources between the newest one and what is read.
         rms: root mean square of what is read, over tokens and hidden dimensions.
         stream_rms: of the residual stream of the PreNorm model at the same place, where there is one.
+        gradient_rms: of the gradient that the loss gives to what the sublayer behind this read writes, see
+            `gradient_rms`; none for the final read, or if it was not asked for.
+        base_gradient_rms: the same in the PreNorm model.
+        ablation: by how much the loss rises if a source is masked out here, see `ablate`; none where it is the only
+            source, or if it was not asked for.
     """
 
     site: int
@@ -67,11 +68,37 @@ class SiteStatistics:
     distance: float
     rms: float
     stream_rms: float | None = None
+    gradient_rms: float | None = None
+    base_gradient_rms: float | None = None
+    ablation: list[float | None] | None = None
+
+
+@dataclass
+class Excerpt:
+    """The depth weights of single tokens.
+
+    Attributes:
+        tokens: their text.
+        weights: for every site, for every token, of every source, in thousandths.
+    """
+
+    tokens: list[str]
+    weights: list[list[list[int]]]
 
 
 @dataclass
 class DepthStatistics:
-    """All reads of a model, over `num_tokens` tokens of `text`."""
+    """All reads of a model.
+
+    Attributes:
+        model: its name.
+        base_model_type: of its base.
+        block_size, num_blocks: sublayers per block, and how many blocks there are.
+        text: what was read, in words.
+        num_tokens: how much of it.
+        sites: read by read, in the order of depth.
+        excerpt: the beginning of the text, token by token; none if only means were taken.
+    """
 
     model: str
     base_model_type: str
@@ -80,6 +107,7 @@ class DepthStatistics:
     text: str
     num_tokens: int
     sites: list[SiteStatistics]
+    excerpt: Excerpt | None = None
 
 
 class _Sums:
@@ -113,8 +141,19 @@ def norm_modules(trunk: nn.Module) -> list[nn.Module]:
 
 
 @contextlib.contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Without dropout, and then as before."""
+    training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(training)
+
+
+@contextlib.contextmanager
 def _norm_inputs(trunk: nn.Module) -> Iterator[dict[int, tuple[float, int]]]:
-    """Sum of squares and number of elements of what every norm is given, for the tokens that count."""
+    """Sum of squares and number of elements of what every norm is given."""
     found: dict[int, tuple[float, int]] = {}
     handles = []
     for site, norm in enumerate(norm_modules(trunk)):
@@ -139,6 +178,7 @@ def measure(
     text: str = "text",
     base: nn.Module | None = None,
     batch_size: int = 4,
+    progress: bool = True,
 ) -> DepthStatistics:
     """Run an AttnRes causal LM over text and take the means of its depth weights.
 
@@ -146,24 +186,23 @@ def measure(
         windows: token ids, `[windows, length]`.
         base: the PreNorm model to compare the size of hidden states with. Without one, and with zero queries, its
             stream is what is read times the number of sources.
+        progress: show a bar.
 
     Raises:
         ValueError: if it is no AttnRes model.
     """
     config = model.config
-    if config.model_type != "attnres":
-        raise ValueError(f"`{name}` is a {config.model_type}, no AttnRes model: `attnres convert` makes one of it.")
+    check_is_attnres(config, name)
     trunk, device = model.model, model.device
-    model.eval()
     zero_queries = not trunk.depth_queries.query.any()
     sums: dict[int, _Sums] = {}
-    for ids in track(windows.split(batch_size), description=f"Reading {name}"):
+    for ids in track(windows.split(batch_size), description=f"Reading {name}", disable=not progress):
         ids = ids.to(device)
         stream = None
         if base is not None:
-            with _norm_inputs(base.model) as stream:
+            with evaluating(base), _norm_inputs(base.model) as stream:
                 base.model(ids, use_cache=False)
-        with _norm_inputs(trunk) as hidden:
+        with evaluating(model), _norm_inputs(trunk) as hidden:
             reads = trunk(ids, output_depth_attentions=True, use_cache=False).depth_attentions
         for site, weights in enumerate(reads):
             of_stream = None if stream is None else stream[site]
@@ -175,17 +214,31 @@ def measure(
         model=name,
         base_model_type=config.base_model_type,
         block_size=config.attn_res_block_size,
-        num_blocks=-(-2 * config.num_hidden_layers // config.attn_res_block_size),
+        num_blocks=num_sources(config.num_sites - 1, config.attn_res_block_size) - 1,
         text=text,
         num_tokens=windows.numel(),
         sites=[_site_statistics(site, of_site, config, has_stream) for site, of_site in sorted(sums.items())],
     )
 
 
+def check_is_attnres(config: PreTrainedConfig, name: str):
+    if config.model_type != "attnres":
+        raise ValueError(f"`{name}` is a {config.model_type}, no AttnRes model: `attnres convert` makes one of it.")
+
+
+@torch.no_grad()
+def read_excerpt(model: nn.Module, ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> Excerpt:
+    """The weights of every single token of a text, `[tokens]`."""
+    reads = model.model(ids[None].to(model.device), output_depth_attentions=True, use_cache=False).depth_attentions
+    return Excerpt(
+        tokens=[tokenizer.decode([i]) for i in ids.tolist()],
+        weights=[(weights[0].float() * 1000).round().int().tolist() for weights in reads],
+    )
+
+
 def source_names(site: int, block_size: int) -> list[str]:
     """What a site can read, in the order of depth."""
-    closed = -(-site // block_size)
-    names = ["embedding", *(f"block {i}" for i in range(1, closed + 1))]
+    names = ["embedding", *(f"block {i}" for i in range(1, num_sources(site, block_size)))]
     if site % block_size != 0:
         names[-1] = "partial"
     return names
@@ -212,82 +265,3 @@ def _site_statistics(site: int, sums: _Sums, config: AttnResConfig, has_stream: 
         rms=(sums.square / sums.elements) ** 0.5,
         stream_rms=(sums.stream_square / sums.elements) ** 0.5 if has_stream else None,
     )
-
-
-def read_text(
-    tokenizer: PreTrainedTokenizerBase, content: str, max_tokens: int, length: int, source: str
-) -> torch.Tensor:
-    """Token ids, `[windows, length]`.
-
-    Raises:
-        ValueError: if there is nothing to read.
-    """
-    ids = tokenizer(content, add_special_tokens=False).input_ids[:max_tokens]
-    if len(ids) < 2:
-        raise ValueError(f"{source} has {len(ids)} tokens: there is nothing to read.")
-    length = min(length, len(ids))
-    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-
-
-def inspect(
-    models: list[str],
-    output: str | Path,
-    *,
-    text: str | None = None,
-    file: str | Path | None = None,
-    base: str | None = None,
-    max_tokens: int = 10_000,
-    length: int = 512,
-    batch_size: int = 4,
-    dtype: str = "auto",
-    device: str | None = None,
-) -> dict[str, Any]:
-    """Measure one checkpoint, or two to compare, and write `depth.json` and the pictures into a folder.
-
-    Args:
-        models: folders or Hub ids of AttnRes checkpoints.
-        text, file: what to read, in place of the built-in text.
-        base: PreNorm checkpoint whose residual stream is drawn beside.
-
-    Returns:
-        The content of `depth.json`.
-
-    Raises:
-        ValueError: for what is not there or no AttnRes checkpoint, before anything is written.
-    """
-    from .figures import draw
-
-    if not 1 <= len(models) <= 2:
-        raise ValueError(f"One checkpoint can be inspected, or two compared; these are {len(models)}.")
-    if text is not None and file is not None:
-        raise ValueError("Give a text or a file, not both.")
-    content, source = read_sample(), "the built-in text"
-    if text is not None:
-        content, source = text, "the given text"
-    if file is not None:
-        if not Path(file).is_file():
-            raise ValueError(f"There is no file `{file}`.")
-        try:
-            content, source = Path(file).read_text(encoding="utf-8"), f"`{Path(file).name}`"
-        except UnicodeDecodeError as error:
-            raise ValueError(f"`{file}` is not UTF-8 text: {error}.") from None
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    base_model = None if base is None else _load(base, dtype, device)
-    statistics = []
-    for path in models:
-        model = _load(path, dtype, device)
-        tokenizer = AutoTokenizer.from_pretrained(path)
-        windows = read_text(tokenizer, content, max_tokens, length, source)
-        name = "/".join(Path(path).absolute().parts[-2:]) if Path(path).exists() else path
-        statistics.append(measure(model, windows, name=name, text=source, base=base_model, batch_size=batch_size))
-    results = {"schema": SCHEMA, "models": [asdict(of_model) for of_model in statistics]}
-    output = Path(output)
-    write_file(output / "depth.json", json.dumps(results, indent=1) + "\n")
-    draw(statistics, output)
-    return results
-
-
-def _load(path: str, dtype: str, device: str) -> nn.Module:
-    if path.startswith((".", "/", "~")) and not Path(path).is_dir():
-        raise ValueError(f"There is no folder `{path}`.")
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()

@@ -149,7 +149,7 @@ def model_card(
     """The card of the AttnRes checkpoint in a folder, from its config, queries, reports and figures.
 
     Entries of the metadata of a card that is there already are kept, its text is not. A table at
-    `evaluation/table.md` and pictures in `figures/` are shown.
+    `evaluation/table.md` and the pictures in `figures/` and of `attnres inspect -o FOLDER/depth` are shown.
 
     Args:
         base_metadata: entries to add, such as `base_model` and `license`.
@@ -184,7 +184,9 @@ def model_card(
         report=report,
         parity=None if verification is None else VerificationReport.from_dict(verification).to_markdown(),
         evaluation=table.read_text(encoding="utf-8") if table.exists() else None,
-        figures=sorted(path.relative_to(folder) for path in folder.glob("figures/*.png")),
+        figures=sorted(
+            path.relative_to(folder) for part in ("depth", "figures") for path in folder.glob(f"{part}/*.png")
+        ),
         differences=(folder / "evaluation/differences.png").exists(),
     )
 

@@ -35,6 +35,7 @@ def test_demo_and_its_rerun(tmp_path):
     assert "What fine-tuning makes of them" in again.stdout and (tmp_path / "out/finetuned/loss.png").exists()
     before, after = json.loads((tmp_path / "out/depth/depth.json").read_text())["models"]
     assert before["num_tokens"] == after["num_tokens"] == 4096 and (tmp_path / "out/depth/weights.png").exists()
+    assert (tmp_path / "out/depth/index.html").exists()
     line, text = json.loads((tmp_path / "out/eval/results.json").read_text())["rows"]
     assert line["num_documents"] == 200 and abs(line["comparisons"][0]["difference"]) < 0.02
     assert 0 < text["scores"][0][0] < 1 and abs(text["comparisons"][0]["difference"]) < 1e-5

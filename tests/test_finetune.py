@@ -291,8 +291,12 @@ def test_tensorboard(folder, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     finetune(fields(folder, tmp_path / "out", report_to="tensorboard", max_steps=3))
-    events = EventAccumulator(str(next((tmp_path / "out").rglob("events.out.*")).parent)).Reload()
+    folders = {path.parent for path in (tmp_path / "out").rglob("events.out.*")} - {tmp_path / "out/runs/depth"}
+    events = EventAccumulator(str(folders.pop())).Reload()
     assert {"train/loss", "train/query_norm", "train/depth_entropy", "eval/loss"} <= set(events.Tags()["scalars"])
+    pictures = EventAccumulator(str(tmp_path / "out/runs/depth")).Reload()
+    assert pictures.Tags()["images"] == ["depth/weights", "depth/profiles"]
+    assert [event.step for event in pictures.Images("depth/weights")] == [0, 3]
 
 
 def test_ready_configurations_are_valid():

@@ -255,6 +255,8 @@ def test_card_is_written_anew(hub, checkpoint):
     (checkpoint / "evaluation/table.md").write_text("| task | ours |\n")
     (checkpoint / "figures").mkdir()
     (checkpoint / "figures/depth_weights.png").write_bytes(b"")
+    (checkpoint / "depth").mkdir()  # as `attnres inspect CHECKPOINT -o CHECKPOINT/depth` writes it
+    (checkpoint / "depth/weights.png").write_bytes(b"")
     printed = attnres(hub, "card", checkpoint, "--base-model", "tester/base", "--repo-id", "tester/mine")
     assert "README.md" in printed
     card = ModelCard.load(path)
@@ -262,6 +264,10 @@ def test_card_is_written_anew(hub, checkpoint):
     assert "mine" in card.data.tags and card.data.license == "mit"
     assert "[tester/base](https://huggingface.co/tester/base) with" in card.text
     assert "![depth weights](figures/depth_weights.png)" in card.text and "| task | ours |" in card.text
+    assert "![weights](depth/weights.png)" in card.text
+    convert(checkpoint, checkpoint.parent / "other-blocks", block_size=2, verify=False)  # which reads otherwise
+    assert (checkpoint.parent / "other-blocks/figures").exists()
+    assert not (checkpoint.parent / "other-blocks/depth").exists()
     assert '"tester/mine"' in card.text
     python(hub, "import sys; from huggingface_hub import ModelCard; ModelCard.load(sys.argv[1]).validate()", path)
     base = checkpoint.parent / "base"

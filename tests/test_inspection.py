@@ -1,18 +1,29 @@
 """`attnres inspect`: its figures against a direct computation, and the program on real files."""
 
+import dataclasses
+import gc
 import json
 import math
+from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
+from datasets import Dataset
 from tiny_models import convert, randomize_queries, reference_hidden_states, tiny_base_model
 from typer.testing import CliRunner
 
 from attnres.cli import app
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
-from attnres.inspection import measure
-from attnres.inspection.figures import weight_matrix
+from attnres.depth_attention import depth_attention_reference
+from attnres.inspection import DepthStatistics, Excerpt, SiteStatistics, ablate, gradient_rms, inspect, measure
+from attnres.inspection.callback import DepthMapCallback
+from attnres.inspection.figures import ablation_map, ablation_matrix, heat_map, weight_matrix
+from attnres.inspection.text import pieces, read_windows
+
+
+README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
 
 
 def windows():
@@ -59,6 +70,90 @@ def test_zero_queries_read_uniformly_and_give_the_stream(block_size):
     )
 
 
+@pytest.mark.parametrize("family, block_size", [("qwen3", 1), ("granite", 3), ("mixtral", 2)])
+def test_gradients_against_autograd(family, block_size):
+    torch.manual_seed(0)
+    model = randomize_queries(convert(tiny_base_model(family), block_size))
+    measured = gradient_rms(model, windows(), batch_size=2)
+    outputs = []
+
+    def kept(module, args, output):
+        outputs.append(output[0] if isinstance(output, tuple) else output)
+
+    for layer in model.model.layers:
+        layer.self_attn.register_forward_hook(kept)
+        layer.mlp.register_forward_hook(kept)
+    hidden_states, _ = reference_hidden_states(model.model, windows())
+    logits = model.lm_head(hidden_states) / getattr(model.config, "logits_scaling", 1.0)
+    log_probabilities = logits[:, :-1].log_softmax(-1).gather(-1, windows()[:, 1:, None])
+    gradients = torch.autograd.grad(-log_probabilities.sum(), outputs)
+    assert measured == pytest.approx([gradient.square().mean().sqrt().item() for gradient in gradients], rel=1e-4)
+
+
+@pytest.mark.parametrize("family, block_size", [("qwen3", 1), ("granite", 3), ("qwen3_next", 3), ("deepseek_v3", 2)])
+def test_gradients_at_zero_queries_are_those_of_the_base(family, block_size):
+    base = tiny_base_model(family)
+    converted = gradient_rms(convert(base, block_size), windows())
+    assert len(converted) == 8 and converted == pytest.approx(gradient_rms(base, windows()), rel=1e-4)
+
+
+@pytest.mark.parametrize("family, block_size", [("qwen3", 1), ("llama", 3)])
+def test_ablation_against_the_definition(family, block_size, monkeypatch):
+    torch.manual_seed(0)
+    model = randomize_queries(convert(tiny_base_model(family), block_size))
+    rises = ablate(model, windows(), batch_size=2)
+    masked, read = None, [0]
+
+    def masking(query, sources, eps):
+        mix, weights = depth_attention_reference(query, sources, eps)
+        if masked is not None and read[0] == masked[0]:
+            others = [source for i, source in enumerate(sources) if i != masked[1]]
+            mix, _ = depth_attention_reference(query, others, eps)
+        read[0] += 1
+        return mix, weights
+
+    monkeypatch.setattr("tiny_models.depth_attention_reference", masking)
+
+    @torch.no_grad()
+    def loss():
+        read[0] = 0
+        logits = model.lm_head(reference_hidden_states(model.model, windows())[0])
+        return torch.nn.functional.cross_entropy(logits[:, :-1].flatten(0, 1), windows()[:, 1:].flatten()).item()
+
+    unchanged = loss()
+    assert len(rises) == model.config.num_sites and rises[0] == [None]
+    for site, of_site in enumerate(rises[1:], start=1):
+        expected = []
+        for source in range(len(of_site)):
+            masked = (site, source)
+            expected.append(loss() - unchanged)
+        assert of_site == pytest.approx(expected, abs=2e-5)
+    assert max(map(max, rises[1:])) > 1e-3
+    assert "forward" not in vars(model.model.final_depth_read)
+
+
+def test_measuring_leaves_the_model_as_it_was():
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 2)).train()
+    before = measure(model, windows())
+    gradient_rms(model, windows())
+    ablate(model, windows())
+    assert model.training and all(parameter.grad is None for parameter in model.parameters())
+    assert measure(model, windows()) == before
+
+
+@pytest.mark.parametrize("run", [measure, gradient_rms])
+def test_memory_does_not_grow_with_the_text(run):
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 2))
+    alive = []
+
+    def count(module, args):
+        alive.append(sum(found.numel() for found in gc.get_objects() if isinstance(found, torch.Tensor)))
+
+    model.model.layers[0].mlp.register_forward_pre_hook(count)
+    run(model, windows().repeat(4, 1), batch_size=2)
+    assert len(alive) == 10 and alive[9] == alive[1]
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("inspect")
@@ -67,6 +162,13 @@ def folder(tmp_path_factory):
     for name, model in (("base", base), ("a", convert(base, 2)), ("b", randomize_queries(convert(base, 2)))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    tiny_base_model("qwen3", num_hidden_layers=2).save_pretrained(folder / "shallow")
+    convert(base, 2).save_pretrained(folder / "silent")
+    (folder / "columns.jsonl").write_text('{"wrong": 1}\n')
+    (folder / "broken.jsonl").write_text('{"text": ')
+    (folder / "streamed").mkdir()
+    (folder / "streamed/README.md").write_text("---\nconfigs:\n- config_name: x\n  data_files: part.jsonl\n---\n")
+    (folder / "streamed/part.jsonl").write_text('{"text": ')
     (folder / "empty.txt").write_text("")
     (folder / "latin.txt").write_bytes("é".encode("latin-1"))
     return folder
@@ -74,14 +176,122 @@ def folder(tmp_path_factory):
 
 def test_program(folder, tmp_path):
     arguments = ["inspect", str(folder / "a"), str(folder / "b"), "--base", str(folder / "base"), "-o", str(tmp_path)]
-    result = CliRunner().invoke(app, arguments)
+    result = CliRunner().invoke(app, [*arguments, "--max-tokens", "64", "--gradients", "--ablate"])
     assert result.exit_code == 0, result.output
     assert f"{folder.name}/b: " in result.output and "of its maximum" in result.output
     results = json.loads((tmp_path / "depth.json").read_text())
-    assert results["schema"] == 1 and len(results["models"]) == 2
-    assert results["models"][1]["sites"][3]["stream_rms"] > 0
-    for name in ("weights", "profiles"):
+    assert results["schema"] == 2 and len(results["models"]) == 2
+    for model in results["models"]:
+        assert model["sites"][3]["stream_rms"] > 0 and model["sites"][8]["gradient_rms"] is None
+        assert model["sites"][3]["base_gradient_rms"] == results["models"][0]["sites"][3]["base_gradient_rms"] > 0
+        assert len(model["sites"][8]["ablation"]) == 5 and model["sites"][0]["ablation"] == [None]
+        tokens, weights = model["excerpt"]["tokens"], model["excerpt"]["weights"]
+        assert "".join(tokens) in read_sample() and len(tokens) == 64
+        for site, of_site in zip(model["sites"], weights):
+            assert len(of_site) == 64
+            for source, mean in enumerate(site["weights"]):
+                assert sum(token[source] for token in of_site) / 64_000 == pytest.approx(mean, abs=1e-3)
+    for name in ("weights", "profiles", "ablation"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000 and (tmp_path / f"{name}.svg").exists()
+    assert folder.name in (tmp_path / "index.html").read_text()
+
+
+def test_schema_is_documented(folder, tmp_path):
+    """What `depth.json` holds is what the dataclasses tell of, field by field."""
+    results = inspect([str(folder / "b")], tmp_path, max_tokens=32, device="cpu")
+    assert results == json.loads((tmp_path / "depth.json").read_text())
+    (model,) = results["models"]
+    for part, kind in ((model, DepthStatistics), (model["sites"][0], SiteStatistics), (model["excerpt"], Excerpt)):
+        assert list(part) == [field.name for field in dataclasses.fields(kind)]
+        for name in part:
+            assert name in kind.__doc__ and f"`{name}`" in README.replace("[site][token][source]", "")
+
+
+def test_pictures_show_the_numbers(folder):
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    statistics = measure(model, windows())
+    for site, rises in zip(statistics.sites, ablate(model, windows())):
+        site.ablation = rises
+    for figure, matrix in (
+        (heat_map([statistics]), weight_matrix(statistics)),
+        (ablation_map([statistics]), ablation_matrix(statistics)),
+    ):
+        axis = figure.axes[0]
+        drawn = axis.images[0].get_array()
+        assert (drawn.filled(math.nan) == matrix)[~drawn.mask].all() and drawn.mask.tolist() == np.isnan(
+            matrix
+        ).tolist()
+        # Sublayers 0 to 2 are a block, and 3 to 5
+        assert sorted({line.get_ydata()[0] for line in axis.lines}) == [2.5, 5.5]
+    difference = heat_map([statistics, statistics]).axes[2].images[0]
+    assert abs(difference.get_array()).max() == 0 and difference.norm.vmin == -difference.norm.vmax
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "chat", "parquet", "txt", "folder", "streamed"])
+def test_data_sets(folder, tmp_path, kind):
+    texts = [f"{i} and {i + 1} are {2 * i + 1}." for i in range(40)]
+    rows = [{"text": text} for text in texts]
+    path = tmp_path / f"data.{kind}"
+    if kind == "parquet":
+        Dataset.from_list(rows).to_parquet(path)
+    elif kind == "txt":
+        path.write_text("\n".join(texts))
+    else:
+        if kind in ("folder", "streamed"):
+            path.mkdir()
+            if kind == "streamed":  # a folder like a repository of the Hub
+                (path / "README.md").write_text(
+                    "---\nconfigs:\n- config_name: default\n  data_files: '*.jsonl'\n---\n"
+                )
+        if kind == "chat":
+            rows = [{"prompt": text[:8], "completion": text[8:]} for text in texts]
+        file = path / "part.jsonl" if path.is_dir() else tmp_path / "data.jsonl"
+        path = path if path.is_dir() else file
+        file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    results = inspect([str(folder / "b")], tmp_path / "out", dataset=str(path), max_tokens=40, device="cpu")
+    (model,) = results["models"]
+    assert model["num_tokens"] == 40 and model["text"] == f"`{path}`"
+    assert "".join(model["excerpt"]["tokens"]).startswith("0 and 1 are 1.")
+
+
+def test_no_more_of_a_text_is_read_than_needed(monkeypatch):
+    taken = []
+
+    def rows():
+        for i in range(100):
+            taken.append(i)
+            yield [1] * 10
+
+    assert read_windows(rows(), max_tokens=25, length=10, source="text").shape == (2, 10)
+    assert len(taken) == 3
+    assert read_windows(iter([[1, 2, 3]]), max_tokens=25, length=10, source="text").tolist() == [[1, 2, 3]]
+
+
+def test_a_file_is_read_bit_by_bit(tmp_path, monkeypatch):
+    monkeypatch.setattr("attnres.inspection.text.PIECE", 7)
+    (tmp_path / "text.txt").write_text("äöü and so on " * 3, encoding="utf-8")
+    found = list(pieces(tmp_path / "text.txt"))
+    assert "".join(found) == "äöü and so on " * 3 and set(map(len, found)) == {7}
+
+
+def test_callback_logs_to_tensorboard(folder, tmp_path):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from transformers import Trainer, TrainingArguments
+
+    model = convert(tiny_base_model("qwen3"), 2)
+    rows = [{"input_ids": row, "labels": row} for row in windows()]
+    arguments = TrainingArguments(
+        tmp_path, max_steps=4, eval_strategy="steps", eval_steps=2, report_to=[], use_cpu=True, save_strategy="no"
+    )
+    Trainer(
+        model, arguments, train_dataset=rows, eval_dataset=rows, callbacks=[DepthMapCallback(windows()[:2])]
+    ).train()
+    events = EventAccumulator(str(tmp_path / "runs/depth")).Reload()
+    for name in ("depth/weights", "depth/profiles"):
+        pictures = events.Images(name)
+        assert [picture.step for picture in pictures] == [2, 4]
+        assert pictures[0].encoded_image_string.startswith(b"\x89PNG") and pictures[0].height > 200
+        assert pictures[0].encoded_image_string != pictures[1].encoded_image_string
 
 
 @pytest.mark.parametrize(
@@ -92,12 +302,27 @@ def test_program(folder, tmp_path):
         (["{}/a", "--file", "{}/nothing.txt"], "There is no file"),
         (["{}/a", "--file", "{}/empty.txt"], "`empty.txt` has 0 tokens: there is nothing to read"),
         (["{}/a", "--file", "{}/latin.txt"], "is not UTF-8 text"),
-        (["{}/a", "--text", "x", "--file", "{}/empty.txt"], "Give a text or a file, not both"),
+        (["{}/a", "--text", "x", "--dataset", "{}/a"], "Give a text, a file or a data set, not text and dataset"),
+        (["{}/a", "--dataset", "{}/nothing.jsonl"], "There is no file or folder"),
+        (["{}/a", "--dataset", "{}/columns.jsonl"], "The data has the columns wrong"),
+        (["{}/a", "--dataset", "{}/broken.jsonl"], "cannot be read as json"),
+        (["{}/a", "--dataset", "{}/streamed"], "streamed` cannot be read: "),
+        (["{}/a", "--dataset", "{}/empty.txt"], "there is nothing to read"),
+        (["{}/a", "--device", "nowhere"], "`device='nowhere'` is not to be had: "),
+        (["{}/a", "--dtype", "float17"], "`dtype='float17'` is no type of torch"),
+        (["{}/silent"], "silent` has no tokenizer that loads here: "),
+        (["{}/a", "--split", "test"], "`split='test'` is of a data set: name one"),
+        (["{}/a", "{}/base"], "is a qwen3, no AttnRes model"),
+        (["{}/a", "--base", "{}/b"], "is an AttnRes model: its PreNorm base is what is drawn beside"),
+        (["{}/a", "--base", "{}/shallow"], "has num_hidden_layers 2 and"),
+        (["{}/a", "--base", "./nowhere"], "There is no folder `./nowhere`"),
+        (["{}/a", "--text", "x", "--file", "{}/empty.txt"], "Give a text, a file or a data set, not text and file"),
         (["{}/a", "{}/a", "{}/b"], "One checkpoint can be inspected, or two compared; these are 3"),
     ],
 )
-def test_bad_input(folder, tmp_path, arguments, message):
+def test_bad_input(folder, tmp_path, arguments, message, monkeypatch):
     arguments = [argument.format(folder) for argument in arguments]
+    monkeypatch.setattr("attnres.inspection.run._load", None)  # before a model is loaded
     result = CliRunner().invoke(app, ["inspect", *arguments, "-o", str(tmp_path / "out")])
     assert isinstance(result.exception, ValueError) and message in str(result.exception)
     assert not (tmp_path / "out").exists()

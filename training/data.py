@@ -13,11 +13,12 @@
 # limitations under the License.
 """Text and chats from a `datasets` source to rows of token ids with labels."""
 
+from collections.abc import Callable
 from itertools import chain
 from pathlib import Path
 from typing import Any
 
-from datasets import Dataset, DatasetDict, load_dataset
+from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
 
@@ -33,8 +34,11 @@ LOADERS = {
 IGNORED_LABEL = -100
 
 
-def load(source: str, config: str | None, split: str) -> Dataset:
+def load(source: str, config: str | None, split: str, streaming: bool = False) -> Dataset | IterableDataset:
     """A data set of the Hub, a file, or a folder of files of one kind.
+
+    Args:
+        streaming: read a data set of the Hub as it is iterated over, without downloading all of it.
 
     Raises:
         ValueError: if it is not there, or has no such split.
@@ -57,7 +61,7 @@ def load(source: str, config: str | None, split: str) -> Dataset:
     try:
         if (path / "dataset_dict.json").exists():
             return DatasetDict.load_from_disk(str(path))[split]
-        return load_dataset(source, config, split=split)
+        return load_dataset(source, config, split=split, streaming=streaming)
     except Exception as error:  # of many kinds, and the way out is the same
         raise ValueError(
             f"The data set `{source}`{f' ({config})' if config else ''} has no split `{split}` to load:"
@@ -76,8 +80,10 @@ def _load_files(files: list[Path]) -> Dataset:
         raise ValueError(f"`{files[0]}` cannot be read as {loader}: {str(reason).splitlines()[0]}") from error
 
 
-def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: str | None = None) -> Dataset:
-    """Token ids and labels of every row.
+def row_tokenizer(
+    columns: list[str], tokenizer: PreTrainedTokenizerBase, text_column: str | None = None
+) -> Callable[[dict[str, Any]], dict[str, list[int]]]:
+    """What makes token ids and labels (`input_ids`, `labels`) of a row with these columns.
 
     A row is a chat (`messages`, through the tokenizer's chat template; loss on the answers where the template marks
     them, on everything otherwise), a `prompt` with a `completion` (loss on the completion), or text (`text` or
@@ -86,7 +92,6 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: 
     Raises:
         ValueError: if there is no such column.
     """
-    columns = dataset.column_names
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if text_column is not None and text_column not in columns:
         raise ValueError(f"`text_column={text_column!r}` is none of the columns {', '.join(columns)}.")
@@ -118,16 +123,21 @@ def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: 
     if text_column is None and "messages" in columns:
         if tokenizer.chat_template is None:
             raise ValueError("The data has `messages`, but the tokenizer has no chat template.")
-        of_row = of_chat
-    elif text_column is None and {"prompt", "completion"} <= set(columns):
-        of_row = of_completion
-    elif column is not None:
-        of_row = of_text
-    else:
-        raise ValueError(
-            f"The data has the columns {', '.join(columns)}: it takes `text`, `messages`, `prompt` with `completion`,"
-            " or `text_column`."
-        )
+        return of_chat
+    if text_column is None and {"prompt", "completion"} <= set(columns):
+        return of_completion
+    if column is not None:
+        return of_text
+    raise ValueError(
+        f"The data has the columns {', '.join(columns)}: it takes `text`, `messages`, `prompt` with `completion`,"
+        " or `text_column`."
+    )
+
+
+def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: str | None = None) -> Dataset:
+    """Token ids and labels of every row; see `row_tokenizer`."""
+    columns = dataset.column_names
+    of_row = row_tokenizer(columns, tokenizer, text_column)
     return dataset.map(of_row, remove_columns=columns, desc="Tokenizing")
 
 

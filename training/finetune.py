@@ -34,6 +34,7 @@ from transformers import (
     set_seed,
 )
 
+from ..inspection.callback import DepthMapCallback
 from ..model_cards import write_model_card
 from ..outputs import write_file
 from . import data
@@ -106,6 +107,8 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
     )
     if arguments.early_stopping_patience is not None:
         trainer.add_callback(EarlyStoppingCallback(arguments.early_stopping_patience))
+    if "tensorboard" in training.report_to and model_config.model_type == "attnres":
+        trainer.add_callback(DepthMapCallback(torch.tensor(held_out[0]["input_ids"])[None]))
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     trainer.train(resume_from_checkpoint=last_whole_checkpoint(output))
     if not any("eval_loss" in e and e["step"] == trainer.state.global_step for e in trainer.state.log_history):

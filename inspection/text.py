@@ -1,0 +1,76 @@
+# Copyright 2026 The attnres authors.
+#
+# Licensed under the Apache License, Version 2.0 (the "License");
+# you may not use this file except in compliance with the License.
+# You may obtain a copy of the License at
+#
+#     http://www.apache.org/licenses/LICENSE-2.0
+#
+# Unless required by applicable law or agreed to in writing, software
+# distributed under the License is distributed on an "AS IS" BASIS,
+# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
+# See the License for the specific language governing permissions and
+# limitations under the License.
+"""What is read: a text, a file or a data set, a piece at a time, up to a number of tokens."""
+
+from collections.abc import Iterable, Iterator
+from itertools import chain, islice
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+
+PIECE = 1 << 20  # characters of a file to tokenise at once
+
+
+def pieces(file: Path) -> Iterator[str]:
+    """A UTF-8 text, bit by bit."""
+    try:
+        with file.open(encoding="utf-8") as opened:
+            yield from iter(lambda: opened.read(PIECE), "")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"`{file}` is not UTF-8 text: {error}.") from None
+
+
+def read_windows(ids: Iterable[list[int]], max_tokens: int, length: int, source: str) -> torch.Tensor:
+    """The first tokens, `[windows, length]`; what fills no window is left out. A short text is one short window.
+
+    Args:
+        ids: of text after text; no more of it is read than needed.
+        source: what to call the text.
+
+    Raises:
+        ValueError: if there is nothing to read.
+    """
+    tokens = list(islice(chain.from_iterable(ids), max_tokens))
+    if len(tokens) < 2:
+        raise ValueError(f"{source} has {len(tokens)} tokens: there is nothing to read.")
+    length = min(length, len(tokens))
+    return torch.tensor(tokens[: len(tokens) // length * length]).view(-1, length)
+
+
+def tokens_of_text(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+    """Token ids of one text after the other."""
+    return (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
+
+
+def tokens_of_dataset(
+    dataset: str, config: str | None, split: str, tokenizer: PreTrainedTokenizerBase
+) -> Iterator[list[int]]:
+    """Token ids of one row after the other, of the same kinds of data that models are fine-tuned on.
+
+    Raises:
+        ValueError: if it is not there, empty, or has columns of no such kind.
+    """
+    from ..training import data
+
+    rows = iter(data.load(dataset, config, split, streaming=True))
+    try:
+        first = next(rows, None)
+    except Exception as error:  # of many kinds, when a stream starts
+        raise ValueError(f"`{dataset}` cannot be read: {str(error.__cause__ or error).splitlines()[0]}") from error
+    if first is None:
+        raise ValueError(f"`{dataset}` is empty: there is nothing to read.")
+    of_row = data.row_tokenizer(list(first), tokenizer)
+    return (of_row(row)["input_ids"] for row in chain([first], rows))

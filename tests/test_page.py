@@ -1,0 +1,200 @@
+"""The page of `attnres inspect` in a real browser: clicks, taps, keys, a phone's width, light and dark."""
+
+import json
+import re
+import shutil
+
+import pytest
+import torch
+from tiny_models import convert, randomize_queries, tiny_base_model
+
+from attnres.conversion.parity import read_sample
+from attnres.demo import train_tokenizer
+from attnres.inspection import inspect
+from attnres.inspection.page import write_page
+
+
+HARMFUL = "</script><b id='harm'>'\"&"
+NUM_SITES = 9
+
+
+@pytest.fixture(scope="module")
+def results(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("page")
+    tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
+    base = tiny_base_model("qwen3", vocab_size=len(tokenizer))
+    for name, model in (("before", convert(base, 3)), ("after", randomize_queries(convert(base, 3)))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    options = {"max_tokens": 128, "length": 64, "gradients": True, "ablation": True, "device": "cpu"}
+    inspect([str(folder / "before"), str(folder / "after")], folder / "depth", **options)
+    assert (folder / "depth/index.html").exists()
+    results = json.loads((folder / "depth/depth.json").read_text())
+    for model in results["models"]:
+        model["excerpt"]["tokens"][1] = HARMFUL
+    return results
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("chromium and chromedriver are not installed")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-dev-shm-usage"):
+        options.add_argument(f"--{flag}")
+    for flag in ("background-networking", "component-update", "sync"):
+        options.add_argument(f"--disable-{flag}")
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    with webdriver.Chrome(options, webdriver.ChromeService(driver)) as browser:
+        yield browser
+
+
+@pytest.fixture
+def page(browser, results, tmp_path):
+    """The page of two models, opened from the file system."""
+    write_page(results, tmp_path / "index.html")
+    browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+    browser.set_window_size(1280, 1000)
+    browser.get((tmp_path / "index.html").as_uri())
+    yield browser
+    assert [entry["message"] for entry in browser.get_log("browser")] == []  # no error, nothing refused
+
+
+def find(page, selector):
+    return page.find_element("css selector", selector)
+
+
+def all_of(page, selector):
+    return page.find_elements("css selector", selector)
+
+
+def select(page, name, text):
+    from selenium.webdriver.support.select import Select
+
+    Select(find(page, f"#{name}")).select_by_visible_text(text)
+
+
+def keys(page, *names):
+    from selenium.webdriver import ActionChains, Keys
+
+    actions = ActionChains(page)
+    for name in names:
+        actions.send_keys(getattr(Keys, name))
+    actions.perform()
+
+
+def test_it_asks_for_nothing(page, results, tmp_path):
+    content = (tmp_path / "index.html").read_text()
+    assert set(re.findall(r"https?://[^\s\"']+", content)) == {"http://www.w3.org/2000/svg"}
+    assert page.execute_script("return performance.getEntriesByType('resource').length") == 0
+
+
+def test_texts_do_no_harm(page):
+    assert all_of(page, "#harm") == []
+    assert find(page, "#token-1").text == HARMFUL
+
+
+def test_cells_are_clicked(page, results):
+    before, after = results["models"]
+    cells = all_of(page, "#map rect[data-site]")
+    assert len(cells) == sum(len(site["weights"]) for site in before["sites"])
+    select(page, "model", after["model"])
+    find(page, "#map rect[data-site='7'][data-source='2']").click()
+    weight = after["sites"][7]["weights"][2]
+    assert find(page, "#cell").text == f"layer 3, MLP (site 7) on block 2: mean weight {weight:.3f}"
+    assert find(page, "#site").get_attribute("value") == "7"
+    select(page, "model", f"{after['model']} less {before['model']}")
+    difference = weight - before["sites"][7]["weights"][2]
+    assert f"mean weight {difference:.3f}, {after['model']} less {before['model']}" in find(page, "#cell").text
+    select(page, "quantity", "loss without the source")
+    rise = after["sites"][7]["ablation"][2] - before["sites"][7]["ablation"][2]
+    assert f"{rise:.3f}" in find(page, "#cell").text or f"{rise:.1e}".replace("e-0", "e-") in find(page, "#cell").text
+
+
+def test_cells_by_keyboard(page, results):
+    page.execute_script("document.getElementById('map').focus()")
+    assert page.execute_script("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
+    keys(page, "ARROW_UP", "ARROW_UP", "ARROW_RIGHT")
+    assert find(page, "#cell").text.startswith("layer 3, attention (site 6) on block 1")
+    keys(page, *["ARROW_UP"] * 20)
+    assert find(page, "#cell").text.startswith("layer 0, attention (site 0) on embedding")
+    select(page, "kind", "before MLP")
+    assert len(all_of(page, "#site option")) == 4 and find(page, "#cell").text.startswith("layer 3, MLP")
+
+
+def bars(page):
+    return [float(output.text) for output in all_of(page, "#bars output")]
+
+
+def test_tokens_show_their_own_weights(page, results):
+    from selenium.webdriver import ActionChains
+
+    before, after = results["models"]
+    select(page, "model", after["model"])
+    select(page, "site", "layer 2, MLP (site 5)")
+    weights = [[thousandths / 1000 for thousandths in token] for token in after["excerpt"]["weights"][5]]
+    find(page, "#token-3").click()
+    assert bars(page) == weights[3] and find(page, "#bars-title").text == "Token 3 at layer 2, MLP (site 5)"
+    ActionChains(page).move_to_element(find(page, "#token-5")).perform()
+    assert bars(page) == weights[5]
+    keys(page, "END")  # the box has the focus since the click
+    assert bars(page) == weights[-1]
+    keys(page, "HOME", "ARROW_RIGHT", "ARROW_RIGHT")
+    assert bars(page) == weights[2] != weights[-1]
+    assert all_of(page, "#tokens [aria-selected=true]")[0].get_attribute("id") == "token-2"
+    select(page, "model", f"{after['model']} less {before['model']}")
+    both = zip(before["excerpt"]["weights"][5][2], after["excerpt"]["weights"][5][2])
+    assert bars(page) == [thousandths / 1000 for pair in both for thousandths in pair]
+
+
+def test_everything_is_reached_by_tab(page):
+    page.execute_script("document.activeElement.blur()")
+    reached = []
+    for _ in range(7):
+        keys(page, "TAB")
+        reached.append(page.execute_script("return document.activeElement.id"))
+    assert reached == ["model", "quantity", "kind", "site", "map", "tokens", "bars"]
+
+
+def test_profiles(page, results):
+    assert len(all_of(page, "#charts figure")) == 5
+    select(page, "model", results["models"][1]["model"])
+    gradient = all_of(page, "#charts figure")[-1]
+    points = gradient.find_element("css selector", "polyline").get_attribute("points").split()
+    assert len(points) == 4  # one for every attention
+    heights = [float(point.split(",")[1]) for point in points]
+    values = [site["gradient_rms"] for site in results["models"][1]["sites"] if site["kind"] == "attention"]
+    order = sorted(range(4), key=lambda i: values[i])
+    assert order == sorted(range(4), key=lambda i: -heights[i])  # the larger, the higher
+
+
+@pytest.mark.parametrize("scheme, background", [("light", "rgb(255, 255, 255)"), ("dark", "rgb(22, 24, 27)")])
+def test_on_a_phone(page, scheme, background):
+    features = [{"name": "prefers-color-scheme", "value": scheme}]
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
+    metrics = {"width": 375, "height": 700, "deviceScaleFactor": 2, "mobile": True}
+    page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    assert page.execute_script("return document.documentElement.scrollWidth") == 375
+    assert page.execute_script("return getComputedStyle(document.body).backgroundColor") == background
+    find(page, "#map rect[data-site='3'][data-source='1']").click()
+    assert find(page, "#cell").text.startswith("layer 1, MLP (site 3)")
+    page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+def test_the_largest_page_stays_small(tmp_path):
+    """57 sites of Full AttnRes on made-up weights: as much as fits is embedded."""
+    from attnres.inspection.run import EXCERPT_TOKENS, EXCERPT_WEIGHTS
+
+    weights_per_token = sum(range(1, 58))
+    tokens = min(EXCERPT_TOKENS, EXCERPT_WEIGHTS // weights_per_token)
+    torch.manual_seed(0)
+    weights = [(torch.rand(tokens, site + 1) * 200).int().tolist() for site in range(57)]
+    sites = [{"site": site, "weights": [0.1] * (site + 1)} for site in range(57)]
+    excerpt = {"tokens": [" word"] * tokens, "weights": weights}
+    write_page({"schema": 2, "models": [{"model": "m", "sites": sites, "excerpt": excerpt}]}, tmp_path / "index.html")
+    assert tokens == 256 and (tmp_path / "index.html").stat().st_size < 2_000_000
