@@ -278,10 +278,14 @@ def plot_growth(found: dict[str, Any], stem: Path) -> list[Path]:
     """Time per token and sublayer: flat is a cost that does not grow."""
     figure, axes = plt.subplots(1, 3, figsize=(11, 3.2), sharey=True)
     keys = {"sublayers": "num_sublayers", "blocks": "num_blocks", "tokens": "tokens"}
+
+    def cost(point: dict[str, Any]) -> float:
+        return point["seconds"] / point["tokens"] / point["num_sublayers"] * 1e6
+
+    highest = max(cost(point) for points in found["curves"].values() for point in points)
     for axis, (name, points) in zip(axes, found["curves"].items()):
         sizes = [point[keys[name]] for point in points]
-        costs = [point["seconds"] / point["tokens"] / point["num_sublayers"] * 1e6 for point in points]
-        axis.plot(sizes, costs, "o-", color="#0072B2")
+        axis.plot(sizes, [cost(point) for point in points], "o-", color="#0072B2")
         axis.set_xscale("log", base=2)
         axis.set_xticks(sizes, [f"{size:,}" for size in sizes])
         rest = {
@@ -289,7 +293,7 @@ def plot_growth(found: dict[str, Any], stem: Path) -> list[Path]:
             "blocks": "128 sublayers, 128 tokens",
             "tokens": "56 sublayers, 8 blocks",
         }
-        axis.set(xlabel=name, title=rest[name], ylim=(0, None))
+        axis.set(xlabel=name, title=rest[name], ylim=(0, 1.05 * highest))
         axis.title.set_fontsize(10)
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25)

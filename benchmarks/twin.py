@@ -39,7 +39,14 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402
 from rich.progress import track  # noqa: E402
-from transformers import AutoModelForCausalLM, DynamicCache, LlamaConfig, PreTrainedConfig, Qwen3Config  # noqa: E402
+from transformers import (  # noqa: E402
+    AutoModelForCausalLM,
+    DynamicCache,
+    LlamaConfig,
+    PreTrainedConfig,
+    Qwen3Config,
+    StaticCache,
+)
 
 from ..configuration_attnres import AttnResConfig  # noqa: E402
 from ..outputs import write_figure, write_file
@@ -139,8 +146,11 @@ def make_models(
     return models
 
 
-def work(case: Case, model: torch.nn.Module, shared: torch.optim.Optimizer, device: str) -> Callable[[], None]:
+def work(
+    case: Case, model: torch.nn.Module, shared: torch.optim.Optimizer, device: str, compiled: bool
+) -> Callable[[], None]:
     """A call that does the case's work once; `shared` is the optimizer of the weights that all models have."""
+    forward = torch.compile(model.forward, fullgraph=True) if compiled else model
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (case.batch, case.length), generator=generator).to(device)
     if case.kind == "train":
@@ -149,7 +159,7 @@ def work(case: Case, model: torch.nn.Module, shared: torch.optim.Optimizer, devi
 
         def step():
             model.train()
-            model(ids, labels=ids, use_cache=False).loss.backward()
+            forward(ids, labels=ids, use_cache=False).loss.backward()
             for optimizer in optimizers:
                 optimizer.step()
                 optimizer.zero_grad()
@@ -160,18 +170,24 @@ def work(case: Case, model: torch.nn.Module, shared: torch.optim.Optimizer, devi
 
         @torch.no_grad()
         def prefill():
-            model(ids, logits_to_keep=1, use_cache=False)
+            forward(ids, logits_to_keep=1, use_cache=False)
 
         return prefill
+    # As in `generate`: a graph needs a KV cache whose shape stays
     cache = DynamicCache(config=model.config)
+    if compiled:
+        cache = StaticCache(config=model.config, max_cache_len=case.length + DECODE_STEPS)
     with torch.no_grad():
         model(ids, past_key_values=cache, logits_to_keep=1)
 
     @torch.no_grad()
     def decode():
         for _ in range(DECODE_STEPS):
-            model(ids[:, :1], past_key_values=cache)
-        cache.crop(-DECODE_STEPS)
+            forward(ids[:, :1], past_key_values=cache)
+        if not compiled:
+            return cache.crop(-DECODE_STEPS)
+        for layer in cache.layers:
+            layer.cumulative_length.sub_(DECODE_STEPS)
 
     return decode
 
@@ -291,10 +307,8 @@ def bench(
     records = []
     for text, case in parsed.items():
         for mode in ("eager", "compiled") if compiled else ("eager",):
-            candidates = models
-            if mode == "compiled":
-                candidates = {name: torch.compile(model) for name, model in models.items()}
-            calls = [work(case, model, shared, device) for model in candidates.values()]
+            torch._dynamo.reset()
+            calls = [work(case, model, shared, device, mode == "compiled") for model in models.values()]
             seconds = alternate(calls, pairs, f"{text}, {mode}", device)
             for i, name in enumerate(models):
                 records.append(_record(text, mode, name, seconds[:, i], seconds[:, 0]))
