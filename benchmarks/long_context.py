@@ -39,16 +39,16 @@ SHAPE = {
     "eos_token_id": None,
 }
 # Qwen3-8B in bf16 with 8 blocks: what the formula says where nothing here could run it
-LARGE = {"hidden_size": 4096, "num_layers": 36, "num_blocks": 8, "bytes": 2, "tokens": 131072}
+LARGE = {"hidden_size": 4096, "num_layers": 36, "num_blocks": 8, "itemsize": 2, "tokens": 131072}
 console = Console()
 
 
-def block_cache_bytes(tokens: int, hidden_size: int, num_layers: int, num_blocks: int, bytes: int) -> int:
+def block_cache_bytes(tokens: int, hidden_size: int, num_layers: int, num_blocks: int, itemsize: int) -> int:
     """Values, mixes of the open block in fp32, and scores in fp32."""
     sublayers = 2 * num_layers
     block_size = -(-sublayers // num_blocks)
     sources = 1 + sublayers // block_size  # the embedding and what closes: a last, shorter block stays open
-    return tokens * (hidden_size * (sources * bytes + block_size * 4) + sources * (sublayers + 1) * 4)
+    return tokens * (hidden_size * (sources * itemsize + block_size * 4) + sources * (sublayers + 1) * 4)
 
 
 def megabytes_of_peak() -> float:
@@ -82,7 +82,7 @@ def main(
         rows.append(json.loads(printed.splitlines()[-1]))
         console.print(rows[-1])
     layers, hidden_size = SHAPE["num_hidden_layers"], SHAPE["hidden_size"]
-    shape = {"hidden_size": hidden_size, "num_layers": layers, "num_blocks": 8, "bytes": 4}
+    shape = {"hidden_size": hidden_size, "num_layers": layers, "num_blocks": 8, "itemsize": 4}
     lines = ["| chunk | peak above the loaded model | block cache, by the formula |", "|---|---|---|"]
     for row in rows:
         size = block_cache_bytes(row["chunk"] or tokens, **shape) / 2**20

@@ -74,7 +74,7 @@ def test_formula_of_the_block_cache(num_blocks):
     cache = BlockCache.beside(kv_cache)
     held = sum(tensor.nbytes for tensor in (cache.values, cache.scores, cache.mixes))
     hidden_size, num_layers = model.config.hidden_size, model.config.num_hidden_layers
-    assert held == block_cache_bytes(18, hidden_size, num_layers, num_blocks, bytes=4)
+    assert held == block_cache_bytes(18, hidden_size, num_layers, num_blocks, itemsize=4)
 
 
 def test_all_ways_to_read_compute_the_same(tmp_path, monkeypatch):
