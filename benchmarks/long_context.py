@@ -5,9 +5,10 @@ behind them, so with `prefill_chunk_size` no more than the blocks of one chunk a
 
     tokens * hidden * (blocks * bytes + sublayers per block * 4) + tokens * sites * blocks * 4
 
-Each row is a process of its own; what counts is how far its peak lies above what it needed with the model loaded.
+Each figure is from a process of its own: how far its peak lies above what it needed with the model loaded.
 """
 
+import itertools
 import json
 import resource
 import subprocess
@@ -18,8 +19,9 @@ from typing import Annotated
 import torch
 import typer
 from rich.console import Console
+from transformers import AutoModelForCausalLM
 
-from attnres import AttnResConfig, AttnResForCausalLM
+from attnres import AttnResConfig
 from attnres.benchmarks.twin import machine
 from attnres.outputs import write_file
 
@@ -55,48 +57,51 @@ def megabytes_of_peak() -> float:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
 
 
-def measure(tokens: int, chunk: int | None):
-    """One row, printed as JSON."""
+def measure(tokens: int, chunk: int | None, twin: bool):
+    """One cell, printed as JSON."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    model = AttnResForCausalLM(AttnResConfig(**SHAPE)).eval()
+    config = AttnResConfig(**SHAPE)
+    model = AutoModelForCausalLM.from_config(config.to_base_config() if twin else config).eval()
     model.generate(torch.ones(1, 8, dtype=torch.long), max_new_tokens=2, do_sample=False)
     before = megabytes_of_peak()
     ids = torch.randint(0, 1000, (1, tokens))
     model.generate(ids, max_new_tokens=1, do_sample=False, prefill_chunk_size=chunk, pad_token_id=0)
-    print(json.dumps({"chunk": chunk, "peak_mib": megabytes_of_peak() - before}))
+    print(json.dumps({"chunk": chunk, "twin": twin, "peak_mib": megabytes_of_peak() - before}))
 
 
 def main(
     tokens: Annotated[int, typer.Option(help="Length of the prompt.")] = 32768,
-    chunk: Annotated[int | None, typer.Option(help="One row alone: 0 for the prompt in one piece.")] = None,
+    chunk: Annotated[int | None, typer.Option(help="One size alone: 0 for the prompt in one piece.")] = None,
+    twin: Annotated[bool, typer.Option("--twin", help="With --chunk: the PreNorm twin.")] = False,
     results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
 ):
     """Peak memory of a long prompt by the size of its chunks."""
     if chunk is not None:
-        return measure(tokens, chunk or None)
-    rows = []
-    for size in (0, 4096, 512):
-        command = [sys.executable, __file__, "--tokens", str(tokens), "--chunk", str(size)]
+        return measure(tokens, chunk or None, twin)
+    peaks: dict[int, list[float]] = {}
+    for size, options in itertools.product((0, 4096, 512), (["--twin"], [])):
+        command = [sys.executable, __file__, "--tokens", str(tokens), "--chunk", str(size), *options]
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
-        rows.append(json.loads(printed.splitlines()[-1]))
-        console.print(rows[-1])
+        console.print(printed.splitlines()[-1])
+        peaks.setdefault(size, []).append(json.loads(printed.splitlines()[-1])["peak_mib"])
     layers, hidden_size = SHAPE["num_hidden_layers"], SHAPE["hidden_size"]
     shape = {"hidden_size": hidden_size, "num_layers": layers, "num_blocks": 8, "itemsize": 4}
-    lines = ["| chunk | peak above the loaded model | block cache, by the formula |", "|---|---|---|"]
-    for row in rows:
-        size = block_cache_bytes(row["chunk"] or tokens, **shape) / 2**20
-        name = f"{row['chunk']:,} tokens" if row["chunk"] else "whole prompt"
-        lines.append(f"| {name} | {row['peak_mib']:,.0f} MiB | {size:,.0f} MiB |")
+    lines = ["| chunk | PreNorm twin | AttnRes | block cache, by the formula |", "|---|---|---|---|"]
+    for chunk_size, (of_twin, of_attnres) in peaks.items():
+        size = block_cache_bytes(chunk_size or tokens, **shape) / 2**20
+        name = f"{chunk_size:,} tokens" if chunk_size else "whole prompt"
+        lines.append(f"| {name} | {of_twin:,.0f} MiB | {of_attnres:,.0f} MiB | {size:,.0f} MiB |")
     whole = block_cache_bytes(**LARGE) / 2**30
     chunked = block_cache_bytes(**{**LARGE, "tokens": 2048}) / 2**30
     lines += [
         "",
-        f"{tokens:,} tokens, {layers} layers, hidden size {hidden_size}, 8 blocks, fp32."
+        f"Peak above the loaded model, {tokens:,} tokens, {layers} layers, hidden size {hidden_size}, 8 blocks, fp32."
         f" By the same formula Qwen3-8B with 8 blocks in bf16 would hold {whole:.1f} GiB for a prompt of"
         f" {LARGE['tokens']:,} tokens, and {chunked:.2f} GiB in chunks of 2,048.",
     ]
-    write_file(results / "long_context.json", json.dumps({"machine": machine("cpu"), "rows": rows}, indent=1) + "\n")
+    found = {"machine": machine("cpu"), "tokens": tokens, "mib_of_twin_and_attnres": peaks}
+    write_file(results / "long_context.json", json.dumps(found, indent=1) + "\n")
     write_file(results / "long_context.md", "\n".join(lines) + "\n")
     console.print("\n".join(lines))
 
