@@ -89,7 +89,7 @@ def main(
     shape = {"hidden_size": hidden_size, "num_layers": layers, "num_blocks": 8, "itemsize": 4}
     lines = ["| chunk | PreNorm twin | AttnRes | block cache, by the formula |", "|---|---|---|---|"]
     for chunk_size, (of_twin, of_attnres) in peaks.items():
-        size = block_cache_bytes(chunk_size or tokens, **shape) / 2**20
+        size = block_cache_bytes(min(chunk_size or tokens, tokens), **shape) / 2**20
         name = f"{chunk_size:,} tokens" if chunk_size else "whole prompt"
         lines.append(f"| {name} | {of_twin:,.0f} MiB | {of_attnres:,.0f} MiB | {size:,.0f} MiB |")
     whole = block_cache_bytes(**LARGE) / 2**30

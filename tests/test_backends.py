@@ -58,6 +58,12 @@ def test_same_model(backend, block_size, few_ids):
     assert torch.equal(tokens, expected[3])
 
 
+@pytest.mark.parametrize("backend", ["reference"], indirect=True)
+def test_the_reference_has_no_block_cache(backend, few_ids, monkeypatch):
+    monkeypatch.setattr(depth_attention.BlockCache, "start", None)
+    convert(tiny_base_model("qwen3"), 3).generate(few_ids, max_new_tokens=2, do_sample=False)
+
+
 @pytest.fixture
 def counted(backend, monkeypatch):
     calls = []
