@@ -29,7 +29,9 @@ least fp32. The same read is written three times:
 """
 
 import importlib
+import math
 import os
+import sys
 import weakref
 from collections.abc import Sequence
 
@@ -37,6 +39,7 @@ import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
 from transformers.utils.generic import maybe_autocast
+from transformers.utils.import_utils import is_tracing
 
 
 BACKENDS = ("reference", "torch", "triton")
@@ -244,11 +247,15 @@ def depth_attention(query: torch.Tensor, sources: list[torch.Tensor], eps: float
     return mix_and_norm(weights, sources, norm=None), weights
 
 
-def key_length(wide_values: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
+def key_length(wide_values: torch.Tensor, shift: torch.Tensor | float) -> torch.Tensor | float:
     """`sqrt(hidden) * rms` over the last dimension, `[..., hidden]` -> `[..., 1]`; `shift` is `sqrt(hidden * eps)`.
 
-    Two operations, where `inverse_rms` is five: what a step of decoding costs is the number of operations.
+    Two operations, where `inverse_rms` is five: what a step of decoding costs is the number of operations. Of a single
+    token and a number `shift` it is a number.
     """
+    if isinstance(shift, float):
+        vector = wide_values.view(-1)
+        return max(math.hypot(math.sqrt(torch.dot(vector, vector).item()), shift), sys.float_info.min)
     return torch.hypot(torch.linalg.vector_norm(wide_values, dim=-1, keepdim=True), shift)
 
 
@@ -269,7 +276,7 @@ def read_closed(values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | 
         return values.to(scores.dtype).expand(-1, scores.shape[1], -1), -scores.squeeze(-1)
     log_weights = torch.log_softmax(scores, dim=-1)
     mix = torch.bmm(log_weights.exp(), values.to(scores.dtype), out=out)
-    return mix, log_weights[..., 0] - scores[..., 0]
+    return mix, log_weights.select(-1, 0) - scores.select(-1, 0)
 
 
 def merge_partial(
@@ -278,17 +285,33 @@ def merge_partial(
     """Phase 2: merge the partial sum into the mix of the closed sources by the online-softmax rule.
 
     Args:
-        query: folded query of the site times sqrt(hidden), as a column, `[hidden, 1]`.
+        query: folded query of the site times sqrt(hidden), `[hidden]`.
         partial: partial sum of the open block, `[..., hidden]`.
         mix, negative_lse: results of phase 1 at this site, `[..., hidden]` and `[..., 1]`.
         shift: see `key_length`.
     """
-    if use_kernels(partial):
-        return _kernels.merge_partial(query, partial, mix, negative_lse, shift)
     wide_partial = partial if partial.dtype == mix.dtype else partial.to(mix.dtype)
-    alpha = torch.addcdiv(negative_lse, wide_partial @ query, key_length(wide_partial, shift)).sigmoid_()
+    score = wide_partial @ query.unsqueeze(-1)
+    alpha = torch.addcdiv(negative_lse, score, key_length(wide_partial, shift)).sigmoid_()
     merged = torch.lerp(mix, wide_partial, alpha)
     return merged if partial.dtype == mix.dtype else merged.to(partial.dtype)
+
+
+def merge_partial_of_one_token(
+    query: torch.Tensor, partial: torch.Tensor, mix: torch.Tensor, negative_lse: float, shift: float
+) -> torch.Tensor:
+    """`merge_partial` for a single token on a CPU: with numbers it is half as many operations on tensors."""
+    wide_partial = partial if partial.dtype == mix.dtype else partial.to(mix.dtype)
+    score = torch.dot(wide_partial.view(-1), query).item() / key_length(wide_partial, shift) + negative_lse
+    # by the exponential that cannot overflow
+    alpha = 1 / (1 + math.exp(-score)) if score > 0 else 1 - 1 / (1 + math.exp(score))
+    merged = torch.lerp(mix, wide_partial, alpha)
+    return merged if partial.dtype == mix.dtype else merged.to(partial.dtype)
+
+
+def add(partial: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
+    """The partial sum with one more sublayer's output; the first one of a block begins it."""
+    return output if partial is None else partial + output
 
 
 # A generation is known by its KV cache, and its buffers are freed with it
@@ -306,7 +329,7 @@ class BlockCache:
     """
 
     def __init__(self):
-        self.values = None
+        self.layout = None
         self.num_closed = 0
 
     @classmethod
@@ -323,29 +346,48 @@ class BlockCache:
             block_size: sublayers per block.
             eps: epsilon of the key RMSNorm.
         """
-        wide = torch.promote_types(partial.dtype, torch.float32)
-        self.block_size, self.shape = block_size, partial.shape
-        self.shift = partial.new_full((), (partial.shape[-1] * eps) ** 0.5, dtype=wide)
-        self._set_queries(queries.to(wide) * queries.shape[-1] ** 0.5)
-        self.rewind(0)
-        num_sites, hidden_size = queries.shape
-        shape = (partial.shape[:-1].numel(), 1 + (num_sites - 1) // block_size, hidden_size)
+        layout = (partial.shape, partial.dtype, len(queries), block_size, eps, use_kernels(partial))
         if (
-            self.values is not None
-            and self.values.shape == shape
-            and self.values.dtype == partial.dtype
-            and self.values.device == partial.device
-            and self.scores.shape[-1] == num_sites
+            layout != self.layout
+            or self.values.device != partial.device
             # a buffer made under inference mode cannot be written outside of it
-            and self.values.is_inference() == torch.is_inference_mode_enabled()
+            or self.values.is_inference() != torch.is_inference_mode_enabled()
         ):
-            return
-        self.values = partial.new_empty(shape)
-        self.scores = partial.new_empty((*shape[:2], num_sites), dtype=wide)
-        self.mixes = partial.new_empty((shape[0], min(block_size, num_sites), hidden_size), dtype=wide)
+            self.layout, self.shape, self.block_size, self.eps = layout, partial.shape, block_size, eps
+            self._allocate(partial, len(queries))
+        self.queries.copy_(queries).mul_(self.shape[-1] ** 0.5)
+        self.rewind(0)
 
-    def _set_queries(self, queries: torch.Tensor):
-        self.queries, self.columns = queries, queries.unsqueeze(-1).unbind(0)
+    def _allocate(self, partial: torch.Tensor, num_sites: int):
+        *tokens, hidden_size = self.shape
+        num_tokens, num_blocks = math.prod(tokens), 1 + (num_sites - 1) // self.block_size
+        wide = torch.promote_types(partial.dtype, torch.float32)
+        self.values = partial.new_empty(num_tokens, num_blocks, hidden_size)
+        self.scores = partial.new_empty(num_tokens, num_blocks, num_sites, dtype=wide)
+        self.mixes = partial.new_empty(num_tokens, min(self.block_size, num_sites), hidden_size, dtype=wide)
+        self.queries = partial.new_empty(num_sites, hidden_size, dtype=wide)
+        self._prepare()
+
+    def _prepare(self):
+        """Every part of a buffer that is ever asked for, as a step of decoding takes time even for a view."""
+        is_one_token = len(self.values) == 1 and self.values.device.type == "cpu"
+        self.with_numbers = is_one_token and not use_kernels(self.values) and not is_tracing(self.values)
+        self.shift = (self.shape[-1] * self.eps) ** 0.5
+        if not self.with_numbers:
+            self.shift = self.queries.new_full((), self.shift)
+        self.site_queries = self.queries.unbind(0)
+        self.site_mixes = self._by_site(self.mixes)
+        self.closing, self.reading = [], []
+        num_sites = len(self.queries)
+        for block, first in enumerate(range(0, num_sites, self.block_size)):
+            end = min(first + self.block_size, num_sites)
+            self.closing.append((self.values[:, block], self.queries[first:].mT, self.scores[:, block, first:]))
+            scores = self.scores[:, : block + 1, first:end].mT
+            self.reading.append((self.values[:, : block + 1], scores, self.mixes[:, : end - first]))
+
+    def _by_site(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """`[tokens, sites, n]` as one `[batch, seq, n]` per site."""
+        return tensor.view(*self.shape[:-1], *tensor.shape[1:]).unbind(-2)
 
     def rewind(self, site: int):
         """Forget what was closed at `site` or later."""
@@ -363,48 +405,80 @@ class BlockCache:
     def append(self, block: torch.Tensor):
         """Close a block, `[batch, seq, hidden]`: keep it, and its scores for every site that can still read it."""
         self._follow(block.device)
-        block, first_site = block.flatten(0, -2), self.num_closed * self.block_size
-        self.values[:, self.num_closed] = block
-        with maybe_autocast(device_type=block.device.type, enabled=False):
-            wide_block = block.to(self.scores.dtype)
-            scores = wide_block @ self.queries[first_site:].mT
-            self.scores[:, self.num_closed, first_site:] = scores / key_length(wide_block, self.shift)
+        if torch.is_autocast_enabled(block.device.type):
+            with torch.autocast(block.device.type, enabled=False):
+                return self.append(block)
+        values, queries, scores = self.closing[self.num_closed]
+        block = block.flatten(0, -2)
+        values.copy_(block)
+        wide_block = block if block.dtype == scores.dtype else block.to(scores.dtype)
+        scores.copy_((wide_block @ queries).div_(key_length(wide_block, self.shift)))
         self.num_closed += 1
 
-    def read(self, site: int, partial: torch.Tensor) -> torch.Tensor:
-        """Input of `site`, `[batch, seq, hidden]`. At the first site of a block, `partial` is the one that closes."""
-        self._follow(partial.device)
+    def read(
+        self,
+        site: int,
+        partial: torch.Tensor | None,
+        output: torch.Tensor | None = None,
+        norm: nn.Module | None = None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Input of the sublayer at `site`.
+
+        Args:
+            partial: the partial sum of the open block, `[batch, seq, hidden]`, or `None` if there is no open block.
+            output: of the sublayer in front, where it is not yet in the partial sum, `[batch, seq, hidden]`.
+            norm: of the sublayer at `site`, if it is to be applied.
+
+        Returns:
+            The normed mix, and the partial sum with the output; `None` at the first site of a block, which closes it.
+        """
+        source = output if partial is None else partial
+        device_type = source.device.type
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                mix, partial = self.read(site, partial, output)
+            return mix if norm is None else norm(mix), partial
+        self._follow(source.device)
         block, offset = divmod(site, self.block_size)
         if offset == 0:
-            self.append(partial)
-        with maybe_autocast(device_type=partial.device.type, enabled=False):
-            if self.open_block != block:
-                self._read_closed(block)
-            if offset == 0:
-                # Out of the buffer, which the next block overwrites
-                return self.mix[0].to(partial.dtype, copy=self.buffered)
-            column, mix, negative_lse = self.columns[site], self.mix[offset], self.negative_lse[offset]
-            return merge_partial(column, partial, mix, negative_lse, self.shift)
+            closing, partial = partial if output is None else add(partial, output), None
+            self.append(closing)
+        if self.open_block != block:
+            self._read_closed(block)
+        mix = self.mix[offset]
+        if offset == 0:
+            # Out of the buffer, which the next block overwrites
+            mix = mix.to(closing.dtype, copy=self.buffered)
+            return mix if norm is None else norm(mix), None
+        query, negative_lse = self.site_queries[site], self.negative_lse[offset]
+        if use_kernels(source):
+            return _kernels.update_and_merge(query, partial, output, mix, negative_lse, self.shift, norm)
+        if output is not None:
+            partial = add(partial, output)
+        merge = merge_partial_of_one_token if self.with_numbers else merge_partial
+        mix = merge(query, partial, mix, negative_lse, self.shift)
+        return mix if norm is None else norm(mix), partial
 
     def _read_closed(self, block: int):
-        first_site = block * self.block_size
-        num_sites = min(self.block_size, len(self.queries) - first_site)
-        scores = self.scores[:, : self.num_closed, first_site : first_site + num_sites].mT
+        values, scores, out = self.reading[block]
+        if self.num_closed <= block:  # the last site is read in the middle of the stack
+            values, scores = values[:, : self.num_closed], scores[..., : self.num_closed]
         # A compiled graph owns its memory: there, writing into a buffer would only be one more copy. A mix that is
         # given away at once needs none either
-        self.buffered = num_sites > 1 and not torch.compiler.is_compiling()
-        out = self.mixes[:, :num_sites] if self.buffered else None
-        mix, negative_lse = read_closed(self.values[:, : self.num_closed], scores, out=out)
-        *tokens, hidden_size = self.shape
-        self.mix = mix.view(*tokens, num_sites, hidden_size).unbind(-2)
-        self.negative_lse = negative_lse.view(*tokens, num_sites, 1).unbind(-2)
+        self.buffered = scores.shape[1] > 1 and not torch.compiler.is_compiling()
+        mix, negative_lse = read_closed(values, scores, out=out if self.buffered else None)
+        self.mix = self.site_mixes if mix is out else self._by_site(mix)
+        if self.with_numbers:
+            (self.negative_lse,) = negative_lse.tolist()
+        else:
+            self.negative_lse = self._by_site(negative_lse.unsqueeze(-1))
         self.open_block = block
 
     def _follow(self, device: torch.device):
         """Move along when the layers go on on another device: every closed block is copied there once."""
         if device == self.values.device:
             return
-        self._set_queries(self.queries.to(device))
-        for name in ("values", "scores", "mixes", "shift"):
+        for name in ("values", "scores", "mixes", "queries"):
             setattr(self, name, getattr(self, name).to(device))
+        self._prepare()
         self.open_block = None

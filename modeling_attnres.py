@@ -51,7 +51,7 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_attnres import BASE_FAMILIES, AttnResConfig, base_config_class
-from .depth_attention import BlockCache, get_backend, mix_and_norm, num_sources, source_scores
+from .depth_attention import BlockCache, add, get_backend, mix_and_norm, num_sources, source_scores
 
 
 @auto_docstring
@@ -132,7 +132,8 @@ class AttnResDepthQueries(nn.Module):
 
 
 class AttnResDepthRead(nn.Module):
-    """One read over depth. A module, without parameters, so that `output_depth_attentions` can hook its output."""
+    """One read over depth, where no block cache does it. A module, without parameters, so that
+    `output_depth_attentions` can hook its output."""
 
     def __init__(self, config: AttnResConfig, site: int):
         super().__init__()
@@ -146,23 +147,18 @@ class AttnResDepthRead(nn.Module):
         partial: torch.Tensor,
         *closed: torch.Tensor,
         norm: nn.Module | None = None,
-        block_cache: BlockCache | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor | None]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Args:
             queries: the folded queries of all sites, `[sites, hidden]`.
             partial: the pending partial sum, `[batch, seq, hidden]`.
-            closed: every closed block and its scores, see `AttnResDecoderLayer`; none with a `block_cache`.
+            closed: every closed block and its scores, see `AttnResDecoderLayer`.
             norm: of the sublayer that reads.
 
         Returns:
             The normed mix of closed blocks and partial sum, its weights, `[batch, seq, sources]`, and the scores of
-            the partial sum: for this site, or for all later ones where it closes. No more than the first of them with
-            a `block_cache`.
+            the partial sum: for this site, or for all later ones where it closes.
         """
-        if block_cache is not None:
-            mix = block_cache.read(self.site, partial)
-            return mix if norm is None else norm(mix), None, None
         blocks, scores = closed[::2], closed[1::2]
         readers = queries[self.site :] if self.is_first_of_block else queries[self.site : self.site + 1]
         partial_scores = source_scores(readers.to(partial.device), partial, self.eps)
@@ -246,10 +242,9 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
         Returns:
             The new pending partial sum, then the same for the blocks that this layer has closed.
         """
-        partial, num_given = hidden_states, len(closed)
-
-        hidden_states, _, scores = self.attention_read(
-            queries, partial, *closed, norm=self.input_layernorm, block_cache=block_cache
+        num_given, dtype = len(closed), hidden_states.dtype
+        hidden_states, partial, closed = self.read(
+            self.attention_read, self.input_layernorm, hidden_states, None, queries, closed, block_cache
         )
         output = self.attend(
             hidden_states,
@@ -260,20 +255,15 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
             position_embeddings=position_embeddings,
             **kwargs,
         )
-        if self.attention_dropout_name is not None:
-            output = getattr(self, self.attention_dropout_name)(output)
-        partial, closed = self.accumulate(self.attention_read, output, partial, scores, closed)
+        output = self.finish(output, self.attention_dropout_name, dtype)
 
-        hidden_states, _, scores = self.mlp_read(
-            queries, partial, *closed, norm=self.post_attention_layernorm, block_cache=block_cache
+        hidden_states, partial, closed = self.read(
+            self.mlp_read, self.post_attention_layernorm, partial, output, queries, closed, block_cache
         )
         output = self.mlp(hidden_states)
-        output = output[0] if isinstance(output, tuple) else output
-        if self.mlp_dropout_name is not None:
-            output = getattr(self, self.mlp_dropout_name)(output)
-        partial, closed = self.accumulate(self.mlp_read, output, partial, scores, closed)
+        output = self.finish(output[0] if isinstance(output, tuple) else output, self.mlp_dropout_name, dtype)
 
-        return partial, *closed[num_given:]
+        return add(partial, output), *closed[num_given:]
 
     def attend(self, hidden_states: torch.Tensor, past_key_values: Cache | None, **kwargs) -> torch.Tensor:
         """The token mixer of the base's layer."""
@@ -287,22 +277,40 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
             kwargs.pop("position_embeddings")
         return attention(hidden_states=hidden_states, past_key_values=past_key_values, **kwargs)[0]
 
-    def accumulate(
-        self,
-        read: AttnResDepthRead,
-        output: torch.Tensor,
-        partial: torch.Tensor,
-        scores: torch.Tensor | None,
-        closed: tuple[torch.Tensor, ...],
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]]:
-        """Add a sublayer's output to the partial sum; at the first site of a block close it and begin a new one."""
+    def finish(self, output: torch.Tensor, dropout_name: str | None, dtype: torch.dtype) -> torch.Tensor:
+        """What the base does with the output of a sublayer before it is added."""
+        if dropout_name is not None:
+            output = getattr(self, dropout_name)(output)
         if self.residual_multiplier is not None:
             output = output * self.residual_multiplier
         # Sums keep the dtype of the embeddings, as a residual stream does under autocast
-        output = output.to(partial.dtype)
-        if not read.is_first_of_block:
-            return partial + output, closed
-        return output, closed if scores is None else (*closed, partial, scores)
+        return output if output.dtype == dtype else output.to(dtype)
+
+    def read(
+        self,
+        depth_read: AttnResDepthRead,
+        norm: nn.Module,
+        partial: torch.Tensor | None,
+        output: torch.Tensor | None,
+        queries: torch.Tensor,
+        closed: tuple[torch.Tensor, ...],
+        block_cache: BlockCache | None,
+    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
+        """Add the output of the sublayer in front to the partial sum, if there is one, and read over depth.
+
+        The first site of a block closes the partial sum, so that there is none behind it.
+
+        Returns:
+            The normed mix, the partial sum or `None`, and what is closed.
+        """
+        if block_cache is not None:
+            return *block_cache.read(depth_read.site, partial, output, norm), closed
+        if output is not None:
+            partial = add(partial, output)
+        hidden_states, _, scores = depth_read(queries, partial, *closed, norm=norm)
+        if depth_read.is_first_of_block:
+            return hidden_states, None, (*closed, partial, scores)
+        return hidden_states, partial, closed
 
 
 class _ActiveConversionMapping(list):
@@ -633,7 +641,7 @@ class AttnResModel(AttnResPreTrainedModel):
         """The read behind the last layer, `[batch, seq, hidden]`; arguments as returned by `run_layers`."""
         queries = self.depth_queries() if queries is None else queries
         if isinstance(blocks, BlockCache) and not torch.is_grad_enabled():
-            return self.final_depth_read(queries, partial, block_cache=blocks)[0]
+            return blocks.read(self.final_depth_read.site, partial)[0]
         query, eps = queries[-1:].to(partial.device), self.config.attn_res_norm_eps
         closed = [tensor for block in blocks for tensor in (block, source_scores(query, block, eps))]
         return self.final_depth_read(queries, partial, *closed)[0]

@@ -23,6 +23,7 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
+from torch import nn
 
 
 def launch_shape(hidden_size: int) -> dict[str, int]:
@@ -154,31 +155,78 @@ def read_closed(
 
 
 @triton.jit
-def merge_partial_kernel(
-    query, partial, mix, negative_lse, merged, mix_stride, lse_stride, shift, hidden_size, BLOCK: tl.constexpr
-):
+def update_and_merge_kernel(
+    query, partial, output, mix, negative_lse, norm_weight, updated, merged,
+    mix_stride, lse_stride, shift, norm_eps, hidden_size,
+    HAS_OUTPUT: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden_size
-    value = tl.load(partial + token * hidden_size + columns, mask=inside, other=0.0).to(tl.float32)
+    place = token * hidden_size + columns
+    dtype = merged.dtype.element_ty
+    value = tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
+    if HAS_OUTPUT:
+        # rounded as the sum that later sites read
+        value += tl.load(output + place, mask=inside, other=0.0).to(tl.float32)
+        tl.store(updated + place, value.to(dtype), mask=inside)
+        value = value.to(dtype).to(tl.float32)
     length = tl.sqrt(tl.sum(value * value) + tl.load(shift) * tl.load(shift))
     score = tl.sum(value * tl.load(query + columns, mask=inside, other=0.0)) / length
     alpha = tl.sigmoid(score + tl.load(negative_lse + token * lse_stride))
     closed = tl.load(mix + token * mix_stride + columns, mask=inside, other=0.0)
-    total = closed + alpha * (value - closed)
-    tl.store(merged + token * hidden_size + columns, total.to(merged.dtype.element_ty), mask=inside)
+    total = (closed + alpha * (value - closed)).to(dtype)
+    if HAS_NORM:
+        total = total.to(tl.float32)
+        total *= tl.rsqrt(tl.sum(total * total) / hidden_size + norm_eps)
+        weight = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
+        total = (total.to(dtype).to(tl.float32) * weight).to(dtype)
+    tl.store(merged + place, total, mask=inside)
 
 
-def merge_partial(
-    query: torch.Tensor, partial: torch.Tensor, mix: torch.Tensor, negative_lse: torch.Tensor, shift: torch.Tensor
-) -> torch.Tensor:
-    """As in `depth_attention`: score, online softmax and merge, with the partial sum read once."""
+def rms_norm_parameters(norm: nn.Module | None, dtype: torch.dtype) -> tuple[torch.Tensor, float] | None:
+    """Weight and epsilon of a norm that is Llama's RMSNorm, and has nothing hooked to it; `None` otherwise.
+
+    `variance_epsilon` is what that one calls its epsilon in transformers; a (1 + weight) one calls it `eps`.
+    """
+    if not hasattr(norm, "variance_epsilon") or norm.weight.dtype != dtype:
+        return None
+    if norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__:
+        return None
+    return norm.weight, norm.variance_epsilon
+
+
+def update_and_merge(
+    query: torch.Tensor,
+    partial: torch.Tensor | None,
+    output: torch.Tensor | None,
+    mix: torch.Tensor,
+    negative_lse: torch.Tensor,
+    shift: torch.Tensor,
+    norm: nn.Module | None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Phase 2 in one pass: the partial sum's update, its score, the merge, and the norm behind it.
+
+    Args:
+        query, mix, negative_lse, shift: as of `depth_attention.merge_partial`.
+        partial, output, norm: as of `depth_attention.BlockCache.read`.
+
+    Returns:
+        The normed mix and the partial sum, each of the shape of `output`.
+    """
+    if partial is None:
+        partial, output = output, None
     partial = partial.contiguous()
+    output = output if output is None else output.contiguous()
     merged, hidden_size = torch.empty_like(partial), partial.shape[-1]
+    updated = partial if output is None else torch.empty_like(partial)
     mix, negative_lse = mix.flatten(0, -2), negative_lse.flatten()
+    norm_parameters = rms_norm_parameters(norm, partial.dtype)
+    weight, eps = norm_parameters or (query, 0.0)
     if merged.numel():
-        merge_partial_kernel[(len(mix),)](
-            query, partial, mix, negative_lse, merged, mix.stride(0), negative_lse.stride(0), shift, hidden_size,
-            **launch_shape(hidden_size),
+        update_and_merge_kernel[(len(mix),)](
+            query, partial, partial if output is None else output, mix, negative_lse, weight, updated, merged,
+            mix.stride(0), negative_lse.stride(0), shift, eps, hidden_size,
+            HAS_OUTPUT=output is not None, HAS_NORM=norm_parameters is not None, **launch_shape(hidden_size),
         )  # fmt: skip
-    return merged
+    return merged if norm is None or norm_parameters else norm(merged), updated

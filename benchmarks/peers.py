@@ -91,10 +91,10 @@ def two_phases(queries, key_norms, closed, outputs):
 
     def run():
         cache.rewind(first_site)
-        reads, partial = [cache.read(first_site, closed[-1])], outputs[0]
-        for site, output in enumerate(outputs[1:], start=1):
-            reads.append(cache.read(first_site + site, partial))
-            partial = partial + output
+        reads, partial = [cache.read(first_site, closed[-1])[0]], None
+        for site, output in enumerate(outputs[:-1], start=1):
+            read, partial = cache.read(first_site + site, partial, output)
+            reads.append(read)
         return reads
 
     return run
@@ -223,10 +223,10 @@ def seconds_of_reads(num_sublayers: int, num_blocks: int, tokens: int, repeats: 
 
     def reads():
         cache.start(queries, outputs[0], block_size, EPS)
-        partial = outputs[0]
+        partial, output = outputs[0], None
         for site in range(num_sublayers + 1):
-            cache.read(site, partial)
-            partial = outputs[1] if site % block_size == 0 else partial + outputs[1]
+            _, partial = cache.read(site, partial, output)
+            output = outputs[1]
 
     return alternate([reads], repeats, f"{num_sublayers} sublayers, {num_blocks} blocks, {tokens} tokens").min().item()
 

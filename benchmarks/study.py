@@ -216,7 +216,7 @@ def add_recency_bias(model):
     """A constant on the score of the newest source, as others start conversions. No part of the product."""
 
     def biased(read):
-        def forward(queries, partial, *closed, norm=None, block_cache=None):
+        def forward(queries, partial, *closed, norm=None):
             sources = [*closed[::2], partial]
             values = torch.stack(sources, dim=-2)
             keys = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + read.eps)

@@ -100,7 +100,7 @@ def masked_out(read: AttnResDepthRead, source: int) -> Iterator[None]:
     """
     forward = type(read).forward
 
-    def without_source(queries, partial, *closed, norm=None, block_cache=None):
+    def without_source(queries, partial, *closed, norm=None):
         _, _, partial_scores = forward(read, queries, partial, *closed)
         own = [score[..., read.site - read.num_sites] for score in closed[1::2]]
         scores = torch.stack([*own, partial_scores[..., 0]], dim=-1)

@@ -63,9 +63,10 @@ def test_gradients_are_those_of_finite_differences():
 
 @pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 12])
-def test_block_cache_matches_definition(block_size, dtype):
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 7)], ids=["tokens", "one token"])
+def test_block_cache_matches_definition(shape, block_size, dtype):
     """A stack of 8 sublayers whose outputs do not depend on what they read, so that every read is known."""
-    outputs = random_sources(9, dtype)
+    outputs = random_sources(9, dtype, shape)
     queries = torch.randn(9, 7, dtype=torch.promote_types(dtype, torch.float32))
     cache = BlockCache()
     for _step in range(2):  # the second one reuses the buffers
@@ -75,7 +76,9 @@ def test_block_cache_matches_definition(block_size, dtype):
         sources, reads = [], []
         for site in range(9):
             expected, _ = depth_attention_reference(queries[site], [*sources, partial], EPS)
-            reads.append((cache.read(site, partial), expected))
+            read, still_open = cache.read(site, partial)
+            assert still_open is (None if site % block_size == 0 else partial)
+            reads.append((read, expected))
             assert len(sources) + 1 == num_sources(site, block_size)
             if site == 8:
                 break
@@ -89,12 +92,31 @@ def test_block_cache_matches_definition(block_size, dtype):
     assert cache.values.data_ptr() == pointer
 
 
+@pytest.mark.parametrize("scale", [0.0, 3.0, 1e3, -1e3, float("inf"), float("nan")])
+@pytest.mark.parametrize("eps", [EPS, 0.0])
+def test_one_token_is_as_several(scale, eps):
+    """A single token is read with Python's numbers, which raise where tensors give inf or nan."""
+    sources = random_sources(3, torch.float32, (1, 1, 7))
+    sources[2] = sources[2] * scale if scale else torch.zeros(1, 1, 7)
+    queries = torch.randn(4, 7, generator=torch.Generator().manual_seed(0)) * (scale if abs(scale) < 1e9 else 1)
+    reads = []
+    for count in (1, 2):
+        cache, several = BlockCache(), [source.expand(1, count, 7) for source in sources]
+        cache.start(queries, several[0], 3, eps)
+        cache.read(0, several[0])
+        mix, partial = cache.read(1, None, several[1])
+        cache.read(2, partial, several[2])
+        reads.append((mix[:, 0], cache.read(2, several[2])[0][:, 0]))
+    if eps or scale:  # the score of a zero at no epsilon is 0 / 0
+        torch.testing.assert_close(*reads, equal_nan=True, rtol=2e-5, atol=1e-6)
+
+
 def test_no_tokens():
     sources, queries = random_sources(3, torch.float32, shape=(0, 5, 7)), torch.randn(3, 7)
     assert depth_attention(queries[2], sources, EPS)[0].shape == (0, 5, 7)
     cache = BlockCache()
     cache.start(queries, sources[0], 2, EPS)
-    assert [cache.read(site, sources[site]).shape for site in range(3)] == 3 * [(0, 5, 7)]
+    assert [cache.read(site, sources[site])[0].shape for site in range(3)] == 3 * [(0, 5, 7)]
 
 
 def test_two_phases_have_the_gradients_of_one_read():
@@ -103,7 +125,7 @@ def test_two_phases_have_the_gradients_of_one_read():
     values = torch.stack(closed, dim=1)
     mix, negative_lse = read_closed(values, (values @ query.mT * inverse_rms(values, EPS)).mT)
     shift = torch.tensor((7 * EPS) ** 0.5, dtype=torch.float64)
-    actual = merge_partial(query[1, :, None] * 7**0.5, partial, mix[:, 1], negative_lse[:, 1, None], shift)
+    actual = merge_partial(query[1] * 7**0.5, partial, mix[:, 1], negative_lse[:, 1, None], shift)
     expected, _ = depth_attention_reference(query[1], [*closed, partial], EPS)
     grad = torch.randn_like(expected)
     inputs = (query, *closed, partial)
@@ -121,7 +143,7 @@ def test_a_bad_token_stays_alone(bad):
     cache = BlockCache()
     cache.start(query, sources[0], 2, EPS)
     cache.read(0, sources[0])
-    as_partial, as_closing, as_closed = (cache.read(site, sources[i]) for site, i in ((1, 1), (2, 1), (3, 2)))
+    as_partial, as_closing, as_closed = (cache.read(site, sources[i])[0] for site, i in ((1, 1), (2, 1), (3, 2)))
     for result in (mix, weights, as_partial, as_closing, as_closed):
         is_bad = ~torch.isfinite(result).all(-1)
         assert is_bad[1, 2] and is_bad.sum() == 1
@@ -135,7 +157,7 @@ def test_autocast_leaves_scores_in_fp32():
         cache = BlockCache()
         cache.start(query.expand(3, -1), sources[0], 8, EPS)
         cache.read(0, sources[0])
-        merged = cache.read(1, sources[1])
+        merged, _ = cache.read(1, sources[1])
     assert torch.equal(actual, expected)
     torch.testing.assert_close(merged, depth_attention(query, sources[:2], EPS)[0])
 
