@@ -132,8 +132,10 @@ class AttnResDepthQueries(nn.Module):
 
 
 class AttnResDepthRead(nn.Module):
-    """One read over depth, where no block cache does it. A module, without parameters, so that
-    `output_depth_attentions` can hook its output."""
+    """One read over depth, where no block cache does it.
+
+    A module, without parameters, so that `output_depth_attentions` can hook its output.
+    """
 
     def __init__(self, config: AttnResConfig, site: int):
         super().__init__()

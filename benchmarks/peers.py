@@ -18,10 +18,12 @@
     python benchmarks/peers.py report    # tables and plots anew, from the results alone
 
 All candidates compute the same: the partial sums of a block and what its sites read, in inference. They are run in
-turn in one process, on one thread, and compared with the definition first. `fla` is flash-linear-attention's own code
-(`pip install fla-core`), left out where it is not installed; the others are written down here after descriptions.
+turn in one process, on one thread, and compared with the definition first. Code of others is left out where it is not
+installed (`pip install fla-core liger-kernel flash-attn-res`), and all but fla's naive one need a GPU; the rest is
+written down here after descriptions.
 """
 
+import importlib.util
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -38,14 +40,8 @@ import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from attnres.benchmarks.twin import alternate, keep_freed_memory, machine  # noqa: E402
-from attnres.depth_attention import BlockCache, depth_attention_reference  # noqa: E402
+from attnres.depth_attention import BlockCache, depth_attention_reference, set_backend  # noqa: E402
 from attnres.outputs import write_figure, write_file  # noqa: E402
-
-
-try:
-    from fla.ops.attnres.naive import naive_attnres
-except ImportError:
-    naive_attnres = None
 
 
 RESULTS = Path(__file__).parent / "peers"
@@ -112,10 +108,49 @@ def pseudo_code(queries, key_norms, closed, outputs):
 
 
 def fla_naive(queries, key_norms, closed, outputs):
+    from fla.ops.attnres.naive import naive_attnres
+
     def read(site, sources):
         return naive_attnres(queries[site], sources, key_norms[site], rms_eps=EPS)
 
     return lambda: at_every_site(read, closed, outputs)
+
+
+def fla_fused(queries, key_norms, closed, outputs):
+    from fla.ops.attnres import fused_attnres
+
+    def read(site, sources):
+        return fused_attnres(queries[site], sources, key_norms[site], rms_eps=EPS)
+
+    return lambda: at_every_site(read, closed, outputs)
+
+
+def liger(queries, key_norms, closed, outputs):
+    from liger_kernel.transformers.functional import liger_attn_res
+
+    def read(site, sources):
+        return liger_attn_res(torch.stack(sources), queries[site], key_norms[site], EPS)
+
+    return lambda: at_every_site(read, closed, outputs)
+
+
+def flash_attn_res(queries, key_norms, closed, outputs):
+    """Two phases as well; its first one is in bf16."""
+    from flash_attn_res import phase_1_batched_attention_triton_op as phase_1
+    from flash_attn_res import phase_2_online_softmax_merge_triton_op as phase_2
+
+    blocks, folded = torch.stack(closed), queries * key_norms
+
+    def run():
+        blocks[-1] = closed[-1]  # as ours does, it copies the block that closes
+        mixes, lse = phase_1(blocks, folded, EPS)
+        reads, partial = [mixes[0]], outputs[0]
+        for site, output in enumerate(outputs[1:], start=1):
+            reads.append(phase_2(partial, folded[site], mixes[site], lse[site], EPS))
+            partial = partial + output
+        return reads
+
+    return run
 
 
 def concatenate_and_sdpa(queries, key_norms, closed, outputs):
@@ -156,6 +191,29 @@ CANDIDATES: dict[str, Candidate] = {
     "concatenate and SDPA": concatenate_and_sdpa,
     "keys cached, site by site": per_site_cache,
 }
+CUDA_CANDIDATES: dict[str, Candidate] = {
+    "fla, fused": fla_fused,
+    "Liger": liger,
+    "flash-attn-res": flash_attn_res,
+}
+PACKAGES = {fla_naive: "fla", fla_fused: "fla", liger: "liger_kernel", flash_attn_res: "flash_attn_res"}
+
+
+def candidates_here(device: str) -> dict[str, Candidate]:
+    """Those whose package is installed."""
+    candidates = {**CANDIDATES, **(CUDA_CANDIDATES if device.startswith("cuda") else {})}
+    return {
+        name: make
+        for name, make in candidates.items()
+        if make not in PACKAGES or importlib.util.find_spec(PACKAGES[make]) is not None
+    }
+
+
+def seconds_of_copy(num_bytes: int, device: str) -> float:
+    """Fastest of 10 copies on the device that read and write so many bytes together."""
+    source = torch.empty(num_bytes // 2, dtype=torch.uint8, device=device)
+    target = torch.empty_like(source)
+    return alternate([lambda: target.copy_(source)], 10, "copy", device).min().item()
 
 
 def save(results: dict[str, Any], path: Path):
@@ -167,21 +225,27 @@ def save(results: dict[str, Any], path: Path):
 def run(
     results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
     pairs: Annotated[int, typer.Option(help="Rounds in which all candidates take their turn.")] = 50,
+    device: Annotated[str, typer.Option(help="cpu, or cuda, where ours are the Triton kernels.")] = "cpu",
+    dtype: Annotated[str, typer.Option(help="float32, or bfloat16.")] = "float32",
 ):
     """One block of sites against the other ways to write it."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    generator = torch.Generator().manual_seed(0)
-    queries = torch.randn(NUM_SITES, HIDDEN_SIZE, generator=generator) * 0.05
-    key_norms = 1 + 0.1 * torch.randn(NUM_SITES, HIDDEN_SIZE, generator=generator)
-    candidates = {
-        name: make for name, make in CANDIDATES.items() if make is not fla_naive or naive_attnres is not None
-    }
+    if device.startswith("cuda"):
+        set_backend("triton")
+    torch_dtype, generator = getattr(torch, dtype), torch.Generator().manual_seed(0)
+
+    def random(*shape):
+        return torch.randn(shape, generator=generator).to(device, torch_dtype)
+
+    queries, key_norms = random(NUM_SITES, HIDDEN_SIZE) * 0.05, 1 + 0.1 * random(NUM_SITES, HIDDEN_SIZE)
+    tolerance = 1e-4 if torch_dtype == torch.float32 else 3e-2
+    candidates = candidates_here(device)
     records = []
     for tokens in TOKENS:
         shape = (1, tokens, HIDDEN_SIZE)
-        closed = [torch.randn(shape, generator=generator) for _ in range(NUM_CLOSED)]
-        outputs = [torch.randn(shape, generator=generator) for _ in range(NUM_SITES)]
+        closed = [random(*shape) for _ in range(NUM_CLOSED)]
+        outputs = [random(*shape) for _ in range(NUM_SITES)]
         expected = at_every_site(
             lambda site, sources: depth_attention_reference(queries[site] * key_norms[site], sources, EPS)[0],
             closed,
@@ -191,11 +255,14 @@ def run(
         for name, make in candidates.items():
             call = make(queries, key_norms, closed, outputs)
             for actual, exact in zip(call(), expected):
-                if (actual - exact).abs().max() > 1e-4 * exact.abs().max():
+                if (actual - exact).abs().max() > tolerance * exact.abs().max():
                     raise ArithmeticError(f"`{name}` computes something else.")
             calls.append(call)
         with torch.no_grad():
-            seconds = alternate(calls, pairs, f"{tokens} tokens")
+            seconds = alternate(calls, pairs, f"{tokens} tokens", device)
+            # What has to be moved: every source and output read once, every read written
+            num_bytes = (NUM_CLOSED + 2 * NUM_SITES - 1) * outputs[0].nbytes
+            copy = seconds_of_copy(num_bytes, device)
         for i, name in enumerate(candidates):
             ratios = seconds[:, i] / seconds[:, 0]
             low, median, high = (ratios.quantile(q).item() for q in (0.25, 0.5, 0.75))
@@ -207,9 +274,11 @@ def run(
                     "fastest_seconds": seconds[:, i].min().item(),
                     "median_ratio": median,
                     "quartiles": [low, high],
+                    "share_of_copy_bandwidth": copy / seconds[:, i].min().item(),
                 }
             )
-    save({"machine": machine("cpu"), "pairs": pairs, "time": records}, results / "peers.json")
+    found = {"machine": machine(device), "pairs": pairs, "dtype": dtype, "time": records}
+    save(found, results / "peers.json")
     report(results)
 
 
@@ -267,9 +336,10 @@ def table(found: dict[str, Any]) -> str:
         lines.append(f"| {name} | {' | '.join(cells)} |")
     of = found["machine"]
     caption = (
-        f"One block of {NUM_SITES} sites behind {NUM_CLOSED} closed sources, hidden size {HIDDEN_SIZE}, fp32,"
-        f" {of['processor']}, {of['threads']} thread, {found['pairs']} rounds in turn: our median, and times as much"
-        f" as it (median and quartiles over the rounds). torch {of['versions']['torch']}, commit {of['commit']}."
+        f"One block of {NUM_SITES} sites behind {NUM_CLOSED} closed sources, hidden size {HIDDEN_SIZE},"
+        f" {found['dtype']}, {of['device']} ({of['processor']}, {of['threads']} thread), {found['pairs']} rounds in"
+        " turn: our median, and times as much as it (median and quartiles over the rounds)."
+        f" torch {of['versions']['torch']}, commit {of['commit']}."
     )
     return "\n".join(lines) + f"\n\n{caption}\n"
 

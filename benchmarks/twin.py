@@ -150,7 +150,9 @@ def work(
     case: Case, model: torch.nn.Module, shared: torch.optim.Optimizer, device: str, compiled: bool
 ) -> Callable[[], None]:
     """A call that does the case's work once; `shared` is the optimizer of the weights that all models have."""
-    forward = torch.compile(model.forward, fullgraph=True) if compiled else model
+    # The graph of a decoding step is launched as one where there is a GPU
+    mode = "reduce-overhead" if case.kind == "decode" and device.startswith("cuda") else None
+    forward = torch.compile(model.forward, fullgraph=True, mode=mode) if compiled else model
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (case.batch, case.length), generator=generator).to(device)
     if case.kind == "train":
@@ -206,6 +208,14 @@ def alternate(candidates: list[Callable[[], None]], pairs: int, label: str, devi
             synchronize()
             seconds[pair, index] = time.perf_counter() - start
     return seconds
+
+
+def peak_bytes(call: Callable[[], None], device: str) -> int:
+    """The most memory of a GPU that a call takes beyond what is held before it."""
+    held = torch.cuda.memory_allocated(device)
+    torch.cuda.reset_peak_memory_stats(device)
+    call()
+    return torch.cuda.max_memory_allocated(device) - held
 
 
 def activation_bytes(model: torch.nn.Module, length: int, checkpointing: bool, batch: int = 1) -> int:
@@ -311,7 +321,10 @@ def bench(
             calls = [work(case, model, shared, device, mode == "compiled") for model in models.values()]
             seconds = alternate(calls, pairs, f"{text}, {mode}", device)
             for i, name in enumerate(models):
-                records.append(_record(text, mode, name, seconds[:, i], seconds[:, 0]))
+                record = _record(text, mode, name, seconds[:, i], seconds[:, 0])
+                if device.startswith("cuda"):
+                    record["peak_bytes"] = peak_bytes(calls[i], device)
+                records.append(record)
     memory = []
     longest = max((case.length for case in parsed.values() if case.kind == "train"), default=None)
     if longest is not None:
@@ -365,6 +378,10 @@ def report(folder: Path) -> list[Path]:
         ]
         twin = f"{of_key[TWIN]['fastest_seconds'] / steps * 1e3:.1f} ms"
         lines.append(f"| {key[0]}, {key[1]} | {twin} | {' | '.join(cells)} |")
+        if "peak_bytes" in of_key[TWIN]:
+            peaks = [f"**{of_key[name]['peak_bytes'] / of_key[TWIN]['peak_bytes']:.2f}**" for name in names]
+            twin = f"{of_key[TWIN]['peak_bytes'] / 2**20:.0f} MiB"
+            lines.append(f"| {key[0]}, {key[1]}, peak memory | {twin} | {' | '.join(peaks)} |")
     for checkpointing in dict.fromkeys(record["checkpointing"] for record in results["activations"]):
         of_kind = {r["model"]: r for r in results["activations"] if r["checkpointing"] == checkpointing}
         label = "activations" + (" with gradient checkpointing" if checkpointing else "")
