@@ -267,27 +267,6 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
 
         return add(partial, output), *closed[num_given:]
 
-    def attend(self, hidden_states: torch.Tensor, past_key_values: Cache | None, **kwargs) -> torch.Tensor:
-        """The token mixer of the base's layer."""
-        attention = getattr(self, self.attention_name)
-        if self.is_recurrent:
-            mask = kwargs.pop("attention_mask")
-            for name in ("position_ids", "position_embeddings", "use_cache"):
-                kwargs.pop(name)
-            return attention(hidden_states=hidden_states, cache_params=past_key_values, attention_mask=mask, **kwargs)
-        if kwargs["position_embeddings"] is None:
-            kwargs.pop("position_embeddings")
-        return attention(hidden_states=hidden_states, past_key_values=past_key_values, **kwargs)[0]
-
-    def finish(self, output: torch.Tensor, dropout_name: str | None, dtype: torch.dtype) -> torch.Tensor:
-        """What the base does with the output of a sublayer before it is added."""
-        if dropout_name is not None:
-            output = getattr(self, dropout_name)(output)
-        if self.residual_multiplier is not None:
-            output = output * self.residual_multiplier
-        # Sums keep the dtype of the embeddings, as a residual stream does under autocast
-        return output if output.dtype == dtype else output.to(dtype)
-
     def read(
         self,
         depth_read: AttnResDepthRead,
@@ -313,6 +292,27 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
         if depth_read.is_first_of_block:
             return hidden_states, None, (*closed, partial, scores)
         return hidden_states, partial, closed
+
+    def attend(self, hidden_states: torch.Tensor, past_key_values: Cache | None, **kwargs) -> torch.Tensor:
+        """The token mixer of the base's layer."""
+        attention = getattr(self, self.attention_name)
+        if self.is_recurrent:
+            mask = kwargs.pop("attention_mask")
+            for name in ("position_ids", "position_embeddings", "use_cache"):
+                kwargs.pop(name)
+            return attention(hidden_states=hidden_states, cache_params=past_key_values, attention_mask=mask, **kwargs)
+        if kwargs["position_embeddings"] is None:
+            kwargs.pop("position_embeddings")
+        return attention(hidden_states=hidden_states, past_key_values=past_key_values, **kwargs)[0]
+
+    def finish(self, output: torch.Tensor, dropout_name: str | None, dtype: torch.dtype) -> torch.Tensor:
+        """What the base does with the output of a sublayer before it is added."""
+        if dropout_name is not None:
+            output = getattr(self, dropout_name)(output)
+        if self.residual_multiplier is not None:
+            output = output * self.residual_multiplier
+        # Sums keep the dtype of the embeddings, as a residual stream does under autocast
+        return output if output.dtype == dtype else output.to(dtype)
 
 
 class _ActiveConversionMapping(list):
