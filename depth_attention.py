@@ -28,22 +28,27 @@ least fp32. The same read is written three times:
   block by all its queries together (phase 1), and merged with the partial sum at every site (phase 2).
 """
 
+import functools
 import importlib
 import math
 import os
 import sys
 import weakref
 from collections.abc import Sequence
+from types import ModuleType
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
+from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 
 
-BACKENDS = ("reference", "torch", "triton")
-_backend, _kernels = "torch", None
+logger = logging.get_logger(__name__)
+
+BACKENDS = ("auto", "reference", "torch", "triton")
+_backend = "auto"
 
 
 def set_backend(name: str):
@@ -51,20 +56,21 @@ def set_backend(name: str):
 
     Args:
         name: `reference`, plain operations without a backward pass of their own or a block cache, to compare with;
-            `torch`, the default; `triton`, kernels for GPUs, where tensors are on one, in fp32 or a half precision,
-            and the model is not compiled (a compiler fuses by itself), and `torch` otherwise.
+            `torch`; `triton`, kernels for GPUs, where tensors are on one, in fp32 or a half precision, and the model
+            is not compiled (a compiler fuses by itself), and `torch` otherwise; `auto`, the default, which is `triton`
+            on GPUs where a trial at the first read has shown that the kernels compute what `torch` does.
 
     Raises:
         ValueError: if there is no such backend, or not here.
     """
-    global _backend, _kernels
+    global _backend
     if name not in BACKENDS:
         raise ValueError(f"`{name}` is no backend; there are {', '.join(BACKENDS)}.")
     if name == "triton":
         if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
             raise ValueError("The backend `triton` needs a GPU, or TRITON_INTERPRET=1 to try it slowly on a CPU.")
         try:
-            _kernels = importlib.import_module("attnres.triton_kernels")
+            kernels()
         except ModuleNotFoundError as error:
             raise ValueError("The backend `triton` needs Triton: pip install 'attnres[gpu]'") from error
     _backend = name
@@ -75,10 +81,37 @@ def get_backend() -> str:
     return _backend
 
 
+def kernels() -> ModuleType:
+    return importlib.import_module("attnres.triton_kernels")
+
+
 def use_kernels(tensor: torch.Tensor) -> bool:
-    if _backend != "triton" or tensor.dtype == torch.float64 or torch.compiler.is_compiling():
+    if not tensor.is_cuda and not (_backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
         return False
-    return tensor.is_cuda or os.environ.get("TRITON_INTERPRET") == "1"
+    if _backend not in ("auto", "triton") or tensor.dtype == torch.float64 or torch.compiler.is_compiling():
+        return False
+    # Not for subclasses, which may have no memory of their own: fake tensors, distributed ones
+    return type(tensor) is torch.Tensor and (_backend == "triton" or kernels_work_on(tensor.device, tensor.dtype))
+
+
+@functools.cache
+def kernels_work_on(device: torch.device, dtype: torch.dtype) -> bool:
+    """Whether the kernels compute on this device what they should, tried on a few numbers.
+
+    Triton depends on the GPU, its driver and a compiler on the machine. Nothing is said where it is not installed;
+    where it fails, or computes something else, there is a warning.
+    """
+    try:
+        kernels().try_on(device, dtype)
+    except ModuleNotFoundError:
+        return False
+    except Exception as error:
+        logger.warning(
+            f"Reads over depth use plain torch for {dtype} on {device}, as a trial of Triton's kernels failed there"
+            f" (`attnres.set_backend('torch')` does without): {type(error).__name__}: {error}"
+        )
+        return False
+    return True
 
 
 def num_sources(site: int, block_size: int) -> int:
@@ -158,7 +191,7 @@ def source_scores(queries: torch.Tensor, source: torch.Tensor, eps: float) -> to
 
 def weighted_sum(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
     if use_kernels(sources[0]):
-        return _kernels.weighted_sum(weights, sources)
+        return kernels().weighted_sum(weights, sources)
     mix = weights[..., :1] * sources[0]
     for i, source in enumerate(sources[1:], start=1):
         mix.addcmul_(weights[..., i : i + 1], source.to(mix.dtype))
@@ -168,7 +201,7 @@ def weighted_sum(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torc
 def weighted_sum_backward(grad: torch.Tensor, weights: torch.Tensor, sources: Sequence[torch.Tensor]):
     """Gradients of the weights and of the sources."""
     if use_kernels(sources[0]):
-        return _kernels.weighted_sum_backward(grad, weights, sources)
+        return kernels().weighted_sum_backward(grad, weights, sources)
     grad = grad.to(weights.dtype)
     grad_weights = torch.stack([(grad * source).sum(-1) for source in sources], dim=-1)
     return grad_weights, *((weights[..., i : i + 1] * grad).to(s.dtype) for i, s in enumerate(sources))
@@ -271,7 +304,7 @@ def read_closed(values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | 
         Their mix per site, `[tokens, sites, hidden]`, and the negative log-sum-exp of the scores, `[tokens, sites]`.
     """
     if use_kernels(values):
-        return _kernels.read_closed(values, scores, out)
+        return kernels().read_closed(values, scores, out)
     if values.shape[1] == 1:  # a softmax over one source is 1
         return values.to(scores.dtype).expand(-1, scores.shape[1], -1), -scores.squeeze(-1)
     log_weights = torch.log_softmax(scores, dim=-1)
@@ -452,7 +485,7 @@ class BlockCache:
             return mix if norm is None else norm(mix), None
         query, negative_lse = self.site_queries[site], self.negative_lse[offset]
         if use_kernels(source):
-            return _kernels.update_and_merge(query, partial, output, mix, negative_lse, self.shift, norm)
+            return kernels().update_and_merge(query, partial, output, mix, negative_lse, self.shift, norm)
         if output is not None:
             partial = add(partial, output)
         merge = merge_partial_of_one_token if self.with_numbers else merge_partial

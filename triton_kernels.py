@@ -11,7 +11,7 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""The reads over depth as Triton kernels. `attnres.set_backend("triton")` chooses them.
+"""The reads over depth as Triton kernels, see `attnres.set_backend`.
 
 Every kernel reads its sources once, in whatever dtype they have, and computes in fp32. The sources of a training step
 are tensors of their own, so a kernel is given a table of their addresses. Nothing is added up in an order that depends
@@ -32,8 +32,27 @@ def launch_shape(hidden_size: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 256))}
 
 
+def launch(kernel, grid: tuple[int, ...], *arguments, **options):
+    """Triton launches on the current device, and layers may be on several: on that of the first argument."""
+    with torch.cuda.device_of(arguments[0]):
+        kernel[grid](*arguments, **options)
+
+
+def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
+    """Contiguous, from an address on that 16 divides: the kernels load 16 bytes at once."""
+    tensor = tensor.contiguous()
+    return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
+
+
 def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=tensors[0].device)
+    device, dtype = tensors[0].device, tensors[0].dtype
+    if any(tensor.device != device or tensor.dtype != dtype for tensor in tensors):
+        kinds = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
+        raise ValueError(f"The sources of a read must be of one dtype on one device, and are {kinds}.")
+    pointers = [tensor.data_ptr() for tensor in tensors]
+    # Out of pinned memory, as any other copy would wait for all that the GPU has still to do
+    table = torch.tensor(pointers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
+    return table.to(device, non_blocking=True)
 
 
 @triton.jit
@@ -44,7 +63,7 @@ def weighted_sum_kernel(sources, weights, mix, num_sources, hidden_size, BLOCK: 
     place = token * hidden_size + columns
     total = tl.zeros([BLOCK], tl.float32)
     for i in range(num_sources):
-        source = tl.load(sources + i).to(mix.dtype)
+        source = tl.multiple_of(tl.load(sources + i).to(mix.dtype), 16)
         weight = tl.load(weights + token * num_sources + i)
         total += weight * tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(mix + place, total.to(mix.dtype.element_ty), mask=inside)
@@ -60,8 +79,8 @@ def weighted_sum_backward_kernel(
     place = token * hidden_size + columns
     grad = tl.load(grad_mix + place, mask=inside, other=0.0).to(tl.float32)
     for i in range(num_sources):
-        source = tl.load(sources + i).to(grad_mix.dtype)
-        grad_source = tl.load(grad_sources + i).to(grad_mix.dtype)
+        source = tl.multiple_of(tl.load(sources + i).to(grad_mix.dtype), 16)
+        grad_source = tl.multiple_of(tl.load(grad_sources + i).to(grad_mix.dtype), 16)
         weight = tl.load(weights + token * num_sources + i)
         value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_weights + token * num_sources + i, tl.sum(grad * value))
@@ -70,11 +89,18 @@ def weighted_sum_backward_kernel(
 
 def weighted_sum(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
     """As in `depth_attention`: weights `[..., sources]` in fp32, sources `[..., hidden]` of one dtype."""
-    sources = [source.contiguous() for source in sources]
+    sources = [in_one_piece(source) for source in sources]
     mix, hidden_size = torch.empty_like(sources[0]), sources[0].shape[-1]
     if mix.numel():
-        weighted_sum_kernel[(weights[..., 0].numel(),)](
-            addresses(sources), weights.contiguous(), mix, len(sources), hidden_size, **launch_shape(hidden_size)
+        launch(
+            weighted_sum_kernel,
+            (weights[..., 0].numel(),),
+            addresses(sources),
+            weights.contiguous(),
+            mix,
+            len(sources),
+            hidden_size,
+            **launch_shape(hidden_size),
         )
     return mix
 
@@ -83,11 +109,13 @@ def weighted_sum_backward(
     grad: torch.Tensor, weights: torch.Tensor, sources: Sequence[torch.Tensor]
 ) -> tuple[torch.Tensor, ...]:
     """Gradients of the weights and of the sources, from one read of the sources."""
-    sources = [source.contiguous() for source in sources]
+    sources = [in_one_piece(source) for source in sources]
     grad_sources, grad_weights = [torch.empty_like(source) for source in sources], torch.empty_like(weights)
     hidden_size = grad.shape[-1]
     if grad.numel():
-        weighted_sum_backward_kernel[(weights[..., 0].numel(),)](
+        launch(
+            weighted_sum_backward_kernel,
+            (weights[..., 0].numel(),),
             addresses(sources),
             addresses(grad_sources),
             weights.contiguous(),
@@ -146,7 +174,8 @@ def read_closed(
     # 8192 sums in fp32 fit the registers of a program
     block = min(triton.next_power_of_2(hidden_size), max(16, 8192 // sites))
     if tokens:
-        read_closed_kernel[(tokens, triton.cdiv(hidden_size, block))](
+        launch(
+            read_closed_kernel, (tokens, triton.cdiv(hidden_size, block)),
             values, scores, mixes, negative_lse,
             values.stride(0), mixes.stride(0), scores.stride(0), scores.stride(2),
             num_sources, num_sites, hidden_size, SITES=sites, BLOCK=block, num_warps=8,
@@ -224,9 +253,56 @@ def update_and_merge(
     norm_parameters = rms_norm_parameters(norm, partial.dtype)
     weight, eps = norm_parameters or (query, 0.0)
     if merged.numel():
-        update_and_merge_kernel[(len(mix),)](
+        launch(
+            update_and_merge_kernel, (len(mix),),
             query, partial, partial if output is None else output, mix, negative_lse, weight, updated, merged,
             mix.stride(0), negative_lse.stride(0), shift, eps, hidden_size,
             HAS_OUTPUT=output is not None, HAS_NORM=norm_parameters is not None, **launch_shape(hidden_size),
         )  # fmt: skip
     return merged if norm is None or norm_parameters else norm(merged), updated
+
+
+def try_on(device: torch.device, dtype: torch.dtype):
+    """Run every kernel on a few numbers.
+
+    Raises:
+        ArithmeticError: if one computes something else than its definition.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+
+    # 2 tokens, 3 sources, 2 sites, and a hidden size that is no power of 2
+    values, grad, partial, output, query = random(2, 3, 96), random(2, 96), random(2, 96), random(2, 96), random(96)
+    query, scores, shift = query.float(), random(2, 3, 2).float().mT, torch.ones((), device=device)
+    weights, sources = scores.softmax(-1), values.unbind(1)
+    mixes, negative_lse = read_closed(values, scores)
+    merge = update_and_merge(query, partial, output, mixes[:, 0], negative_lse[:, :1], shift, None)
+    actual = {
+        "weighted_sum": [weighted_sum(weights[:, 0], sources)],
+        "weighted_sum_backward": weighted_sum_backward(grad, weights[:, 0], sources),
+        "read_closed": [mixes, negative_lse],
+        "update_and_merge": merge,
+    }
+
+    values, grad, query, scores, weights = (t.double() for t in (values, grad, query, scores, weights))
+    updated = (partial + output).double()
+    score = updated @ query / (updated.square().sum(-1) + shift**2).sqrt()
+    merge_weights = torch.cat([scores[:, 0], score[:, None]], dim=-1).softmax(-1)
+    definitions = {
+        "weighted_sum": [(weights @ values)[:, 0]],
+        "weighted_sum_backward": [
+            (values @ grad[..., None])[..., 0],
+            *(weights[:, 0, :, None] * grad[:, None]).unbind(1),
+        ],
+        "read_closed": [weights @ values, -scores.logsumexp(-1)],
+        "update_and_merge": [(merge_weights[:, None] @ torch.cat([values, updated[:, None]], dim=1))[:, 0], updated],
+    }
+    # in fp32 sums of 96 products, in a half precision the rounding of the result and of the sum in it
+    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
+    for name, results in actual.items():
+        for result, definition in zip(results, definitions[name]):
+            error = (result.double() - definition).abs().max() / definition.abs().max()
+            if not error <= tolerance:
+                raise ArithmeticError(f"`{name}` is off by {error:.1e}")

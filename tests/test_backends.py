@@ -24,7 +24,7 @@ def backend(request):
     """The backend of the test's parameter, and plain torch again behind it."""
     attnres.set_backend(request.param)
     yield request.param
-    attnres.set_backend("torch")
+    attnres.set_backend("auto")
 
 
 @pytest.fixture
@@ -68,26 +68,108 @@ def test_the_reference_has_no_block_cache(backend, few_ids, monkeypatch):
     convert(tiny_base_model("qwen3"), 3).generate(few_ids, max_new_tokens=2, do_sample=False)
 
 
+KERNELS = {"weighted_sum", "weighted_sum_backward", "read_closed", "update_and_merge"}
+
+
 @pytest.fixture
-def counted(backend, monkeypatch):
-    calls = []
-    for name in ("weighted_sum", "weighted_sum_backward", "read_closed", "update_and_merge"):
-        function = getattr(depth_attention._kernels, name)
-        monkeypatch.setattr(
-            depth_attention._kernels, name, lambda *args, name=name, f=function: calls.append(name) or f(*args)
-        )
+def counted(monkeypatch):
+    calls, kernels = [], depth_attention.kernels()
+    for name in KERNELS:
+        function = getattr(kernels, name)
+        monkeypatch.setattr(kernels, name, lambda *args, name=name, f=function: calls.append(name) or f(*args))
     return calls
 
 
 @needs_triton
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
-def test_kernels_are_what_runs(counted, few_ids):
+def test_kernels_are_what_runs(backend, counted, few_ids):
     model = randomize_queries(convert(tiny_base_model("qwen3"), 3))
     run(model, few_ids)
-    assert set(counted) == {"weighted_sum", "weighted_sum_backward", "read_closed", "update_and_merge"}
+    assert set(counted) == KERNELS
     counted.clear()
     run(model.double(), few_ids)
     assert not counted, "in fp64 plain torch is exact and kernels are not"
+
+
+@pytest.fixture
+def as_on_a_gpu(monkeypatch):
+    """Every tensor says it is on a GPU, and the kernels have not been tried."""
+    depth_attention.kernels_work_on.cache_clear()
+    monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    yield
+    depth_attention.kernels_work_on.cache_clear()
+
+
+@needs_triton
+def test_auto_takes_the_kernels_on_gpus(as_on_a_gpu, counted, few_ids, caplog):
+    assert attnres.get_backend() == "auto"
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    run(model, few_ids)
+    assert set(counted) == KERNELS and not caplog.records
+    counted.clear()
+    attnres.set_backend("torch")
+    try:
+        run(model, few_ids)
+    finally:
+        attnres.set_backend("auto")
+    assert not counted
+
+
+@needs_triton
+@pytest.mark.parametrize("broken", sorted(KERNELS))
+@pytest.mark.parametrize("how", ["wrong", "raises"])
+def test_auto_does_without_kernels_that_fail_a_trial(as_on_a_gpu, broken, how, few_ids, monkeypatch, caplog):
+    kernels, model = depth_attention.kernels(), randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    function = getattr(kernels, broken)
+
+    def break_it(*args):
+        if how == "raises":
+            raise RuntimeError("PTX assembly aborted")
+        results = function(*args)
+        return results * 1.001 if broken == "weighted_sum" else (results[0] * 1.001, *results[1:])
+
+    attnres.set_backend("torch")
+    expected = run(model, few_ids)
+    attnres.set_backend("auto")
+    monkeypatch.setattr(kernels, broken, break_it)
+    logits, _, two_phases, _ = run(model, few_ids)
+    assert torch.equal(logits, expected[0]) and torch.equal(two_phases, expected[2])
+    (record,) = caplog.records
+    assert "use plain torch for torch.float32 on cpu" in record.message
+    assert ("PTX assembly aborted" if how == "raises" else f"`{broken}` is off by 1") in record.message
+
+
+def test_auto_leaves_tensors_without_memory_alone(as_on_a_gpu):
+    class Distributed(torch.Tensor):
+        pass
+
+    assert not depth_attention.use_kernels(torch.zeros(1).as_subclass(Distributed))
+
+
+def test_auto_without_triton(as_on_a_gpu, few_ids, monkeypatch, caplog):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    monkeypatch.delitem(sys.modules, "attnres.triton_kernels", raising=False)
+    run(convert(tiny_base_model("qwen3"), 3), few_ids)
+    assert not caplog.records
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_trial(dtype):
+    depth_attention.kernels().try_on(torch.device("cpu"), dtype)
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_sources_at_odd_addresses_and_of_two_dtypes(backend):
+    """Kernels load 16 bytes at once from addresses that the JIT cannot see."""
+    kernels, memory = depth_attention.kernels(), torch.randn(129)
+    sources, weights = [memory[1:].view(2, 64), torch.randn(2, 64)], torch.rand(2, 2)
+    assert all(address % 16 == 0 for address in map(torch.Tensor.data_ptr, map(kernels.in_one_piece, sources)))
+    expected = (weights[..., None] * torch.stack(sources, dim=-2)).sum(-2)
+    torch.testing.assert_close(kernels.weighted_sum(weights, sources), expected)
+    with pytest.raises(ValueError, match="one dtype on one device, and are torch.float32 on cpu, torch.bfloat16"):
+        kernels.weighted_sum(weights, [sources[0], sources[1].bfloat16()])
 
 
 @needs_triton
@@ -97,7 +179,7 @@ def test_kernels_are_what_runs(counted, few_ids):
 @pytest.mark.parametrize("count", [1, 9])
 def test_kernels(backend, count, hidden_size, dtype, monkeypatch):
     """Each kernel at odd sizes, behind strides as the block cache has them."""
-    kernels = depth_attention._kernels
+    kernels = depth_attention.kernels()
     generator = torch.Generator().manual_seed(count)
 
     def random(*shape, dtype=torch.float32):
@@ -187,6 +269,7 @@ def test_norms_that_kernels_take_for_llamas(family):
 
 
 COMPILE = """
+import re
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -207,14 +290,26 @@ for kernel in ("weighted_sum_kernel", "weighted_sum_backward_kernel", "read_clos
             name: "constexpr" if name in constants else {**kinds, **of_dtype}.get(name, "i32")
             for name in kernel.arg_names
         }
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants)
-        assert triton.compile(source, target=GPUTarget("cuda", 90, 32)).asm["cubin"]
+        # what the JIT sees of tensors and sizes at run time
+        sizes = ("hidden_size", "token_stride", "mixes_token_stride", "mix_stride")
+        aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name in sizes]
+        attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+        options = {"num_warps": triton_kernels.launch_shape(1024)["num_warps"]}
+        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
+        assert compiled.asm["cubin"]
+        # single numbers, as weights and scores are, come in fp32: what is narrower is a row, taken apart
+        assert not re.findall(r"(?:ld|st)[.]global[.\\w]*b(?:8|16)\\b", compiled.asm["ptx"]), kernel
+        assert "global.v4.b32" in compiled.asm["ptx"], kernel
 """
 
 
 @needs_triton
 def test_kernels_compile_for_a_gpu(tmp_path):
-    """To machine code for Hopper, which needs no GPU. That they run there as fast as they should is another matter."""
+    """To machine code for Hopper, which needs no GPU, with rows in loads and stores of 16 bytes.
+
+    That they run there as fast as they should is another matter.
+    """
     environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
     result = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
@@ -222,7 +317,7 @@ def test_kernels_compile_for_a_gpu(tmp_path):
 
 def test_bad_backends(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="`cuda` is no backend; there are reference, torch, triton"):
+    with pytest.raises(ValueError, match="`cuda` is no backend; there are auto, reference, torch, triton"):
         attnres.set_backend("cuda")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="`triton` needs a GPU, or TRITON_INTERPRET=1"):
@@ -232,4 +327,4 @@ def test_bad_backends(monkeypatch):
     monkeypatch.delitem(sys.modules, "attnres.triton_kernels", raising=False)
     with pytest.raises(ValueError, match="needs Triton: pip install 'attnres.gpu.'"):
         attnres.set_backend("triton")
-    assert attnres.get_backend() == "torch"
+    assert attnres.get_backend() == "auto"
