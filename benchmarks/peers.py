@@ -46,7 +46,6 @@ from attnres.outputs import write_figure, write_file  # noqa: E402
 
 RESULTS = Path(__file__).parent / "peers"
 HIDDEN_SIZE, NUM_SITES, NUM_CLOSED, EPS = 1024, 8, 5, 1e-6
-TOKENS = (1, 16, 512)
 GROWTH = {
     "sublayers": (8, 16, 32, 64, 128, 256),
     "blocks": (1, 2, 4, 8, 16, 32, 64),
@@ -224,6 +223,7 @@ def save(results: dict[str, Any], path: Path):
 @app.command()
 def run(
     results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
+    tokens: Annotated[str, typer.Option(help="Numbers of tokens, with commas.")] = "1,16,512",
     pairs: Annotated[int, typer.Option(help="Rounds in which all candidates take their turn.")] = 50,
     device: Annotated[str, typer.Option(help="cpu, or cuda, where ours are the Triton kernels.")] = "cpu",
     dtype: Annotated[str, typer.Option(help="float32, or bfloat16.")] = "float32",
@@ -241,9 +241,9 @@ def run(
     queries, key_norms = random(NUM_SITES, HIDDEN_SIZE) * 0.05, 1 + 0.1 * random(NUM_SITES, HIDDEN_SIZE)
     tolerance = 1e-4 if torch_dtype == torch.float32 else 3e-2
     candidates = candidates_here(device)
-    records = []
-    for tokens in TOKENS:
-        shape = (1, tokens, HIDDEN_SIZE)
+    records, failed = [], {}
+    for count in map(int, tokens.split(",")):
+        shape = (1, count, HIDDEN_SIZE)
         closed = [random(*shape) for _ in range(NUM_CLOSED)]
         outputs = [random(*shape) for _ in range(NUM_SITES)]
         expected = at_every_site(
@@ -251,24 +251,32 @@ def run(
             closed,
             outputs,
         )
-        calls = []
+        calls = {}
         for name, make in candidates.items():
-            call = make(queries, key_norms, closed, outputs)
-            for actual, exact in zip(call(), expected):
+            try:
+                call = make(queries, key_norms, closed, outputs)
+                reads = call()
+            except Exception as error:
+                if make not in PACKAGES:
+                    raise
+                failed[name] = f"{type(error).__name__}: {error}"
+                console.print(f"`{name}` does not run here: {failed[name]}", highlight=False)
+                continue
+            for actual, exact in zip(reads, expected):
                 if (actual - exact).abs().max() > tolerance * exact.abs().max():
                     raise ArithmeticError(f"`{name}` computes something else.")
-            calls.append(call)
+            calls[name] = call
         with torch.no_grad():
-            seconds = alternate(calls, pairs, f"{tokens} tokens", device)
+            seconds = alternate(list(calls.values()), pairs, f"{count} tokens", device)
             # What has to be moved: every source and output read once, every read written
             num_bytes = (NUM_CLOSED + 2 * NUM_SITES - 1) * outputs[0].nbytes
             copy = seconds_of_copy(num_bytes, device)
-        for i, name in enumerate(candidates):
+        for i, name in enumerate(calls):
             ratios = seconds[:, i] / seconds[:, 0]
             low, median, high = (ratios.quantile(q).item() for q in (0.25, 0.5, 0.75))
             records.append(
                 {
-                    "tokens": tokens,
+                    "tokens": count,
                     "candidate": name,
                     "median_seconds": seconds[:, i].median().item(),
                     "fastest_seconds": seconds[:, i].min().item(),
@@ -277,7 +285,7 @@ def run(
                     "share_of_copy_bandwidth": copy / seconds[:, i].min().item(),
                 }
             )
-    found = {"machine": machine(device), "pairs": pairs, "dtype": dtype, "time": records}
+    found = {"machine": machine(device), "pairs": pairs, "dtype": dtype, "time": records, "failed": failed}
     save(found, results / "peers.json")
     report(results)
 
@@ -322,18 +330,23 @@ def growth(
 def table(found: dict[str, Any]) -> str:
     names = list(dict.fromkeys(record["candidate"] for record in found["time"]))
     by_key = {(record["candidate"], record["tokens"]): record for record in found["time"]}
-    header = " | ".join(f"{tokens} token{'s' if tokens > 1 else ''}" for tokens in TOKENS)
-    lines = [f"| | {header} |", f"|---|{'---|' * len(TOKENS)}"]
+    counts = list(dict.fromkeys(record["tokens"] for record in found["time"]))
+    header = " | ".join(f"{count} token{'s' if count > 1 else ''}" for count in counts)
+    lines = [f"| | {header} |", f"|---|{'---|' * len(counts)}"]
     for name in names:
         cells = []
-        for tokens in TOKENS:
-            record = by_key[name, tokens]
-            if name == OURS:
+        for count in counts:
+            record = by_key.get((name, count))
+            if record is None:
+                cells.append("does not run")
+            elif name == OURS:
                 cells.append(f"{record['median_seconds'] * 1e3:.2f} ms")
             else:
                 low, high = record["quartiles"]
                 cells.append(f"x {record['median_ratio']:.1f} ({low:.1f} to {high:.1f})")
         lines.append(f"| {name} | {' | '.join(cells)} |")
+    shares = (by_key[OURS, count]["share_of_copy_bandwidth"] for count in counts)
+    lines.append(f"| share of a copy's bandwidth, {OURS} | {' | '.join(f'{share:.0%}' for share in shares)} |")
     of = found["machine"]
     caption = (
         f"One block of {NUM_SITES} sites behind {NUM_CLOSED} closed sources, hidden size {HIDDEN_SIZE},"

@@ -78,16 +78,22 @@ def test_formula_of_the_block_cache(num_blocks):
 
 
 def test_all_ways_to_read_compute_the_same(tmp_path, monkeypatch):
-    monkeypatch.setattr(peers, "TOKENS", (1, 3))
     monkeypatch.setattr(peers, "HIDDEN_SIZE", 16)
-    peers.run(tmp_path, pairs=2)
+
+    def refusing(*args):
+        raise RuntimeError("no such device")
+
+    monkeypatch.setitem(peers.CANDIDATES, "refusing", refusing)
+    monkeypatch.setitem(peers.PACKAGES, refusing, "torch")
+    peers.run(tmp_path, tokens="1,3", pairs=2)
     found = json.loads((tmp_path / "peers.json").read_text())
     assert {record["tokens"] for record in found["time"]} == {1, 3} and found["pairs"] == 2
     assert "the paper's pseudo-code | x" in (tmp_path / "peers.md").read_text()
+    assert found["failed"] == {"refusing": "RuntimeError: no such device"}
     wrong = {**peers.CANDIDATES, "wrong": lambda *args: lambda: [2 * read for read in peers.pseudo_code(*args)()]}
     monkeypatch.setattr(peers, "CANDIDATES", wrong)
     with pytest.raises(ArithmeticError, match="`wrong` computes something else"):
-        peers.run(tmp_path, pairs=2)
+        peers.run(tmp_path, tokens="1", pairs=2)
 
 
 def test_growth(tmp_path, monkeypatch):
