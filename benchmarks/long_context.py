@@ -10,6 +10,7 @@ Each figure is from a process of its own: how far its peak lies above what it ne
 
 import itertools
 import json
+import os
 import resource
 import subprocess
 import sys
@@ -79,10 +80,12 @@ def main(
     """Peak memory of a long prompt by the size of its chunks."""
     if chunk is not None:
         return measure(tokens, chunk or None, twin)
+    # What is freed goes back to the system at once: otherwise pieces of glibc's heap that no tensor fits count as well
+    environment = {**os.environ, "MALLOC_MMAP_THRESHOLD_": "65536"}
     peaks: dict[int, list[float]] = {}
     for size, options in itertools.product((0, 4096, 512), (["--twin"], [])):
         command = [sys.executable, __file__, "--tokens", str(tokens), "--chunk", str(size), *options]
-        printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        printed = subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
         console.print(printed.splitlines()[-1])
         peaks.setdefault(size, []).append(json.loads(printed.splitlines()[-1])["peak_mib"])
     layers, hidden_size = SHAPE["num_hidden_layers"], SHAPE["hidden_size"]
