@@ -151,6 +151,10 @@ class SourceScores(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, queries: torch.Tensor, source: torch.Tensor, eps: float):
+        if len(queries) == 1 and use_kernels(source):  # several are better read by a matrix product
+            scores, inv_rms = kernels().score(queries[0], source, eps)
+            ctx.save_for_backward(queries, source, inv_rms, scores)
+            return scores
         inv_rms = inverse_rms(source, eps)
         with maybe_autocast(device_type=source.device.type, enabled=False):
             scores = (source.to(inv_rms.dtype) @ queries.to(inv_rms.dtype).mT).mul_(inv_rms)
@@ -161,6 +165,9 @@ class SourceScores(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
         queries, source, inv_rms, scores = ctx.saved_tensors
+        if len(queries) == 1 and use_kernels(source):
+            grad_query, grad_source = kernels().score_backward(grad, queries[0], source, inv_rms, scores)
+            return grad_query[None], grad_source, None
         with maybe_autocast(device_type=source.device.type, enabled=False):
             wide_queries, wide_source = queries.to(scores.dtype), source.to(scores.dtype)
             # score = query . v / rms(v), whose derivative is query / rms - score * v / (hidden * rms^2)

@@ -26,6 +26,11 @@ import triton.language as tl
 from torch import nn
 
 
+# Where a sum goes over tokens: some for each multiprocessor of a large GPU, and as many on every other, so that all
+# add up in the same order
+MOST_PROGRAMS = 1024
+
+
 def launch_shape(hidden_size: int) -> dict[str, int]:
     """One program holds a whole row of the hidden dimension."""
     block = triton.next_power_of_2(hidden_size)
@@ -53,6 +58,82 @@ def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
     # Out of pinned memory, as any other copy would wait for all that the GPU has still to do
     table = torch.tensor(pointers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
+
+
+@triton.jit
+def score_kernel(query, source, scores, inverse_rms, eps, hidden_size, BLOCK: tl.constexpr):
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden_size
+    value = tl.load(source + token * hidden_size + columns, mask=inside, other=0.0).to(tl.float32)
+    inv_rms = tl.rsqrt(tl.sum(value * value) / hidden_size + eps)
+    score = inv_rms * tl.sum(value * tl.load(query + columns, mask=inside, other=0.0).to(tl.float32))
+    tl.store(inverse_rms + token, inv_rms)
+    tl.store(scores + token, score)
+
+
+@triton.jit
+def score_backward_kernel(
+    grad, query, source, inverse_rms, scores, grad_source, grad_queries, num_tokens, per_program, hidden_size,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden_size
+    wide_query = tl.load(query + columns, mask=inside, other=0.0).to(tl.float32)
+    grad_query = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * per_program
+    for token in range(first, tl.minimum(first + per_program, num_tokens)):
+        place = token * hidden_size + columns
+        value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+        inv_rms = tl.load(inverse_rms + token)
+        # score = query . v / rms(v), whose derivative is query / rms - score * v / (hidden * rms^2)
+        to_query = tl.load(grad + token) * inv_rms
+        to_source = -to_query * inv_rms * tl.load(scores + token) / hidden_size
+        total = to_query * wide_query + to_source * value
+        tl.store(grad_source + place, total.to(grad_source.dtype.element_ty), mask=inside)
+        grad_query += to_query * value
+    # Every program has a row of its own, so that the order of the sum is fixed
+    tl.store(grad_queries + tl.program_id(0) * hidden_size + columns, grad_query, mask=inside)
+
+
+def score(query: torch.Tensor, source: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of a source for one query, and its inverse rms, from one read of it.
+
+    Args:
+        query: folded query, `[hidden]`.
+        source: `[..., hidden]`.
+        eps: epsilon of the key RMSNorm.
+
+    Returns:
+        Two tensors `[..., 1]` in fp32.
+    """
+    source, hidden_size = source.contiguous(), source.shape[-1]
+    scores = source.new_empty(*source.shape[:-1], 1, dtype=torch.float32)
+    inverse_rms = torch.empty_like(scores)
+    if source.numel():
+        launch(
+            score_kernel, (scores.numel(),), query.contiguous(), source, scores, inverse_rms, eps, hidden_size,
+            **launch_shape(hidden_size),
+        )  # fmt: skip
+    return scores, inverse_rms
+
+
+def score_backward(
+    grad: torch.Tensor, query: torch.Tensor, source: torch.Tensor, inverse_rms: torch.Tensor, scores: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Gradients of query and source, in their dtypes, from one read of the source."""
+    source, hidden_size, num_tokens = source.contiguous(), source.shape[-1], scores.numel()
+    grad_source = torch.empty_like(source)
+    per_program = max(1, triton.cdiv(num_tokens, MOST_PROGRAMS))
+    num_programs = triton.cdiv(num_tokens, per_program)
+    grad_queries = query.new_zeros(num_programs, hidden_size, dtype=torch.float32)
+    if source.numel():
+        launch(
+            score_backward_kernel, (num_programs,),
+            grad.contiguous(), query.contiguous(), source, inverse_rms, scores, grad_source, grad_queries,
+            num_tokens, per_program, hidden_size, **launch_shape(hidden_size),
+        )  # fmt: skip
+    return grad_queries.sum(0).to(query.dtype), grad_source
 
 
 @triton.jit
@@ -279,7 +360,11 @@ def try_on(device: torch.device, dtype: torch.dtype):
     weights, sources = scores.softmax(-1), values.unbind(1)
     mixes, negative_lse = read_closed(values, scores)
     merge = update_and_merge(query, partial, output, mixes[:, 0], negative_lse[:, :1], shift, None)
+    scores_of_partial, inverse_rms = score(query, partial, 1.0)
+    grad_scores = weights[:, :1, 0]
     actual = {
+        "score": [scores_of_partial, inverse_rms],
+        "score_backward": score_backward(grad_scores, query, partial, inverse_rms, scores_of_partial),
         "weighted_sum": [weighted_sum(weights[:, 0], sources)],
         "weighted_sum_backward": weighted_sum_backward(grad, weights[:, 0], sources),
         "read_closed": [mixes, negative_lse],
@@ -287,10 +372,17 @@ def try_on(device: torch.device, dtype: torch.dtype):
     }
 
     values, grad, query, scores, weights = (t.double() for t in (values, grad, query, scores, weights))
-    updated = (partial + output).double()
-    score = updated @ query / (updated.square().sum(-1) + shift**2).sqrt()
-    merge_weights = torch.cat([scores[:, 0], score[:, None]], dim=-1).softmax(-1)
+    updated, partial = (partial + output).double(), partial.double()
+    score_of_updated = updated @ query / (updated.square().sum(-1) + shift**2).sqrt()
+    merge_weights = torch.cat([scores[:, 0], score_of_updated[:, None]], dim=-1).softmax(-1)
+    inverse_rms = (partial.square().mean(-1, keepdim=True) + 1).rsqrt()
+    score_of_partial = partial @ query[:, None] * inverse_rms
     definitions = {
+        "score": [score_of_partial, inverse_rms],
+        "score_backward": [
+            (grad_scores * inverse_rms * partial).sum(0),
+            grad_scores * inverse_rms * (query - score_of_partial * inverse_rms * partial / 96),
+        ],
         "weighted_sum": [(weights @ values)[:, 0]],
         "weighted_sum_backward": [
             (values @ grad[..., None])[..., 0],

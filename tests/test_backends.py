@@ -68,7 +68,7 @@ def test_the_reference_has_no_block_cache(backend, few_ids, monkeypatch):
     convert(tiny_base_model("qwen3"), 3).generate(few_ids, max_new_tokens=2, do_sample=False)
 
 
-KERNELS = {"weighted_sum", "weighted_sum_backward", "read_closed", "update_and_merge"}
+KERNELS = {"score", "score_backward", "weighted_sum", "weighted_sum_backward", "read_closed", "update_and_merge"}
 
 
 @pytest.fixture
@@ -161,6 +161,21 @@ def test_trial(dtype):
 
 @needs_triton
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("tokens", [0, 1, 5, 6])
+def test_sums_over_tokens(backend, tokens, monkeypatch):
+    """Several tokens to a program, and fewer to the last."""
+    monkeypatch.setattr(depth_attention.kernels(), "MOST_PROGRAMS", 2)
+    inputs = [torch.randn(1, 12, requires_grad=True), torch.randn(1, tokens, 12, requires_grad=True)]
+    grad, results = torch.randn(1, tokens, 1), []
+    for name in ("triton", "torch"):
+        attnres.set_backend(name)
+        results.append(torch.autograd.grad(depth_attention.source_scores(*inputs, 1e-6), inputs, grad))
+    for actual, expected in zip(*results):
+        torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_sources_at_odd_addresses_and_of_two_dtypes(backend):
     """Kernels load 16 bytes at once from addresses that the JIT cannot see."""
     kernels, memory = depth_attention.kernels(), torch.randn(129)
@@ -201,7 +216,18 @@ def test_kernels(backend, count, hidden_size, dtype, monkeypatch):
         else:
             merged = module.merge_partial(query, sources[0], mix, lse, shift)
         mixed = module.weighted_sum(weights, sources)
-        return [mixes, negative_lse, merged, mixed, *module.weighted_sum_backward(grad, weights, sources)]
+        inputs = [query[None].clone().requires_grad_(), sources[0].clone().requires_grad_()]
+        one_score = depth_attention.source_scores(*inputs, 1e-6)
+        grads = torch.autograd.grad(one_score, inputs, scores[:, 0, :1].reshape(2, 3, 1))
+        return [
+            one_score,
+            *grads,
+            mixes,
+            negative_lse,
+            merged,
+            mixed,
+            *module.weighted_sum_backward(grad, weights, sources),
+        ]
 
     actual = all_of(kernels)
     monkeypatch.setattr(depth_attention, "_backend", "torch")
@@ -276,12 +302,12 @@ from triton.compiler import ASTSource
 from attnres import triton_kernels
 
 kinds = {name: "*fp32" for name in ("weights", "grad_weights", "scores", "mixes", "negative_lse", "query", "shift")}
+kinds |= {name: "*fp32" for name in ("inverse_rms", "grad", "grad_queries")} | {"eps": "fp32"}
 kinds |= {"mix": "*fp32", "sources": "*i64", "grad_sources": "*i64"}
-for kernel in ("weighted_sum_kernel", "weighted_sum_backward_kernel", "read_closed_kernel", "update_and_merge_kernel"):
-    kernel = getattr(triton_kernels, kernel)
+for kernel in [kernel for name, kernel in vars(triton_kernels).items() if name.endswith("_kernel")]:
     for dtype in ("*fp32", "*bf16"):
         of_dtype = {name: dtype for name in ("grad_mix", "values", "partial", "output", "updated", "merged")}
-        of_dtype |= {"norm_weight": dtype, "norm_eps": "fp32"}
+        of_dtype |= {"source": dtype, "grad_source": dtype, "norm_weight": dtype, "norm_eps": "fp32"}
         if "merge" not in kernel.__name__:
             of_dtype["mix"] = dtype
         constants = {"BLOCK": 1024, "SITES": 8, "HAS_OUTPUT": True, "HAS_NORM": True}
