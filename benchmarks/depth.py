@@ -13,7 +13,7 @@ import torch
 import typer
 from transformers import AutoTokenizer
 
-from attnres.benchmarks.study import BATCH, LENGTH, from_scratch, prepare, rows_of
+from attnres.benchmarks.study import BATCH, LENGTH, TRAINING, from_scratch, prepare, rows_of
 from attnres.demo import standard_library
 from attnres.inspection import inspect
 from attnres.outputs import write_file
@@ -29,22 +29,14 @@ def train(work: Path, steps: int):
     prepare(work)
     model = from_scratch("full", seed=0)
     arguments = AttnResTrainingArguments(
+        **TRAINING,
         output_dir=str(work / "trainer"),
-        per_device_train_batch_size=BATCH,
-        per_device_eval_batch_size=2 * BATCH,
         max_steps=steps,
         learning_rate=3e-3,
         query_learning_rate=None,  # that of the weights, as in the study's runs from scratch
-        lr_scheduler_type="cosine",
         warmup_steps=steps // 20,
-        weight_decay=0.1,
-        adam_beta2=0.95,
-        eval_strategy="steps",
         eval_steps=steps // 2,
         logging_steps=max(1, steps // 8),
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
         seed=0,
     )
     AttnResTrainer(

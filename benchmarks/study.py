@@ -62,6 +62,17 @@ SHAPE = Qwen3Config(
     pad_token_id=0,
 )
 NUM_BLOCKS = 8
+TRAINING = {
+    "per_device_train_batch_size": BATCH,
+    "per_device_eval_batch_size": 2 * BATCH,
+    "lr_scheduler_type": "cosine",
+    "weight_decay": 0.1,
+    "adam_beta2": 0.95,
+    "eval_strategy": "steps",
+    "save_strategy": "no",
+    "report_to": [],
+    "use_cpu": True,
+}
 # The best ones of the sweep: beside weights that train as well, and alone
 QUERY_LEARNING_RATE, QUERIES_ALONE_LEARNING_RATE = 3e-3, 1e-2
 SWEEP = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
@@ -242,25 +253,17 @@ def train(run: Run, work: Path) -> dict:
     corpus = "library" if pretrain else "packages"
     model = from_scratch(run.arm, run.seed) if pretrain else continued(run.arm, work / run.needs, work)
     arguments = AttnResTrainingArguments(
+        **TRAINING,
         output_dir=str(work / "trainer"),
-        per_device_train_batch_size=BATCH,
-        per_device_eval_batch_size=2 * BATCH,
         max_steps=run.steps,
         learning_rate=run.learning_rate,
         query_learning_rate=run.query_learning_rate,
         query_weight_decay=run.query_weight_decay,
-        lr_scheduler_type="cosine",
         warmup_steps=run.steps // 20,
-        weight_decay=0.1,
-        adam_beta2=0.95,
         train_sampling_strategy="sequential",
-        eval_strategy="steps",
         eval_steps=run.steps // 6,
         eval_on_start=True,
         logging_steps=run.steps // 12,
-        save_strategy="no",
-        report_to=[],
-        use_cpu=True,
         disable_tqdm=True,
         seed=run.seed,
     )

@@ -15,8 +15,8 @@
 
 The twin and all AttnRes models share their weights, random ones in the shape of a known model, and their optimizer.
 A figure is the ratio to the twin, pair by pair, as machines change their mood from minute to minute: median and
-quartiles over the pairs, and the ratio of the fastest runs. Memory is what autograd keeps for the backward pass of the
-decoder.
+quartiles over the pairs, and the ratio of the fastest runs. Memory is the peak of a call above what is held before it,
+and, for training, what autograd keeps for the backward pass of the decoder.
 """
 
 import contextlib
@@ -120,6 +120,11 @@ class Case:
         numbers = [int(size) for size in sizes]
         return cls(kind, numbers[0], numbers[1]) if kind == "decode" else cls(kind, 1, numbers[0])
 
+    @property
+    def tokens(self) -> int:
+        """Tokens of one call of `work`."""
+        return self.batch * (DECODE_STEPS if self.kind == "decode" else self.length)
+
 
 def make_models(
     shape: PreTrainedConfig, variants: list[str], dtype: torch.dtype, device: str
@@ -210,12 +215,27 @@ def alternate(candidates: list[Callable[[], None]], pairs: int, label: str, devi
     return seconds
 
 
-def peak_bytes(call: Callable[[], None], device: str) -> int:
-    """The most memory of a GPU that a call takes beyond what is held before it."""
-    held = torch.cuda.memory_allocated(device)
-    torch.cuda.reset_peak_memory_stats(device)
+def resident_bytes(name: str) -> int:
+    """Of this process, from Linux: `VmRSS` is what there is now, `VmHWM` the most there has been."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def peak_bytes(call: Callable[[], None], device: str) -> int | None:
+    """The most memory that a call takes beyond what is held before it; on a CPU on Linux alone."""
+    call()  # what it makes once stays, such as an optimizer's state
+    if device.startswith("cuda"):
+        held = torch.cuda.memory_allocated(device)
+        torch.cuda.reset_peak_memory_stats(device)
+        call()
+        return torch.cuda.max_memory_allocated(device) - held
+    try:
+        Path("/proc/self/clear_refs").write_text("5")  # forgets VmHWM
+    except OSError:
+        return None
+    held = resident_bytes("VmRSS")
     call()
-    return torch.cuda.max_memory_allocated(device) - held
+    return resident_bytes("VmHWM") - held
 
 
 def activation_bytes(model: torch.nn.Module, length: int, checkpointing: bool, batch: int = 1) -> int:
@@ -249,10 +269,18 @@ def keep_freed_memory():
     Given back to the system, every page of a large tensor has to be cleared again by the kernel when the next one is
     made, which takes up to 40 % of a training step and is the noisiest part of it.
     """
+    _mallopt(-4, 0)  # M_MMAP_MAX: no separate mappings
+    _mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing is given back
+
+
+def give_freed_memory_back():
+    """Make glibc give every tensor back to the system as soon as it is freed, so that its peak can be seen there."""
+    _mallopt(-3, 65536)  # M_MMAP_THRESHOLD: a mapping for each
+
+
+def _mallopt(parameter: int, value: int):
     with contextlib.suppress(OSError, AttributeError):
-        mallopt = ctypes.CDLL(None).mallopt
-        mallopt(-4, 0)  # M_MMAP_MAX: no separate mappings
-        mallopt(-1, 2**31 - 1)  # M_TRIM_THRESHOLD: nothing is given back
+        ctypes.CDLL(None).mallopt(parameter, value)
 
 
 def machine(device: str) -> dict[str, Any]:
@@ -308,12 +336,17 @@ def bench(
     if device.startswith("cuda") and not torch.cuda.is_available():
         raise ValueError(f"`device={device!r}`: torch finds no GPU.")
     parsed = {case: Case.parse(case) for case in cases}
-    keep_freed_memory()
+    give_freed_memory_back()
     config = SHAPES[shape]
     if layers is not None:
         config = type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
     models = make_models(config, list(variants), getattr(torch, dtype), device)
     shared = torch.optim.AdamW(models[TWIN].parameters(), lr=1e-5)
+    peaks = {}
+    for text, case in parsed.items():
+        for name, model in track(models.items(), description=f"{text}, peak memory"):
+            peaks[text, name] = peak_bytes(work(case, model, shared, device, compiled=False), device)
+    keep_freed_memory()
     records = []
     for text, case in parsed.items():
         for mode in ("eager", "compiled") if compiled else ("eager",):
@@ -322,9 +355,7 @@ def bench(
             seconds = alternate(calls, pairs, f"{text}, {mode}", device)
             for i, name in enumerate(models):
                 record = _record(text, mode, name, seconds[:, i], seconds[:, 0])
-                if device.startswith("cuda"):
-                    record["peak_bytes"] = peak_bytes(calls[i], device)
-                records.append(record)
+                records.append({**record, "tokens_per_second": case.tokens / record["fastest_seconds"]})
     memory = []
     longest = max((case.length for case in parsed.values() if case.kind == "train"), default=None)
     if longest is not None:
@@ -336,6 +367,7 @@ def bench(
                 )
     settings = {"shape": shape, "layers": config.num_hidden_layers, "dtype": dtype, "pairs": pairs}
     results = {"settings": settings, "machine": machine(device), "time": records, "activations": memory}
+    results["peaks"] = [{"case": case, "model": name, "bytes": size} for (case, name), size in peaks.items()]
     write_file(output / "bench.json", json.dumps(results, indent=1) + "\n")
     report(output)
     return results
@@ -363,6 +395,7 @@ def report(folder: Path) -> list[Path]:
     """
     if not (folder / "bench.json").is_file():
         raise ValueError(f"`{folder}` holds no bench.json; `attnres bench` writes one.")
+    plt.rcParams["svg.hashsalt"] = "bench"  # the same figures make the same file
     results = json.loads((folder / "bench.json").read_text())
     settings, machine_ = results["settings"], results["machine"]
     records = [record for record in results["time"] if record["model"] != TWIN]
@@ -376,12 +409,15 @@ def report(folder: Path) -> list[Path]:
             f"**{r['fastest_ratio']:.3f}**; {r['median_ratio']:.3f} ({low:.3f} to {high:.3f})"
             for r, (low, high) in ((of_key[name], of_key[name]["quartiles"]) for name in names)
         ]
-        twin = f"{of_key[TWIN]['fastest_seconds'] / steps * 1e3:.1f} ms"
+        seconds = of_key[TWIN]["fastest_seconds"]
+        twin = f"{seconds / steps * 1e3:.1f} ms, {Case.parse(key[0]).tokens / seconds:,.1f} tokens/s"
         lines.append(f"| {key[0]}, {key[1]} | {twin} | {' | '.join(cells)} |")
-        if "peak_bytes" in of_key[TWIN]:
-            peaks = [f"**{of_key[name]['peak_bytes'] / of_key[TWIN]['peak_bytes']:.2f}**" for name in names]
-            twin = f"{of_key[TWIN]['peak_bytes'] / 2**20:.0f} MiB"
-            lines.append(f"| {key[0]}, {key[1]}, peak memory | {twin} | {' | '.join(peaks)} |")
+    for case in dict.fromkeys(record["case"] for record in results.get("peaks", [])):
+        of_case = {record["model"]: record["bytes"] for record in results["peaks"] if record["case"] == case}
+        if not of_case[TWIN]:  # not told here, or too small for the system to see
+            continue
+        cells = [f"**{of_case[name] / of_case[TWIN]:.2f}**" for name in names]
+        lines.append(f"| {case}, peak memory | {of_case[TWIN] / 2**20:,.0f} MiB | {' | '.join(cells)} |")
     for checkpointing in dict.fromkeys(record["checkpointing"] for record in results["activations"]):
         of_kind = {r["model"]: r for r in results["activations"] if r["checkpointing"] == checkpointing}
         label = "activations" + (" with gradient checkpointing" if checkpointing else "")

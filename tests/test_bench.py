@@ -1,6 +1,8 @@
 """`attnres bench` on a tiny shape."""
 
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -17,8 +19,7 @@ from attnres.cli import app
 
 @pytest.fixture(autouse=True)
 def allocator_of_the_other_tests(monkeypatch):
-    for module in (twin, peers):
-        monkeypatch.setattr(module, "keep_freed_memory", lambda: None)
+    monkeypatch.setattr(twin, "_mallopt", lambda *args: None)
 
 
 def test_bench(tmp_path):
@@ -30,11 +31,33 @@ def test_bench(tmp_path):
     for record in results["time"]:
         assert (record["model"] == TWIN) <= (record["median_ratio"] == record["fastest_ratio"] == 1)
         assert record["quartiles"][0] <= record["median_ratio"] <= record["quartiles"][1]
+        assert record["tokens_per_second"] > 0
     assert {record["checkpointing"] for record in results["activations"]} == {False, True}
     before = (tmp_path / "bench.md").read_text()
+    if sys.platform.startswith("linux"):
+        assert {record["case"] for record in results["peaks"]} == {"decode-2-8", "prefill-16", "train-16"}
     assert "| decode-2-8, eager |" in before and "Shape of tiny, 4 layers" in before
     report(tmp_path)
     assert (tmp_path / "bench.md").read_text() == before and (tmp_path / "bench.png").exists()
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="the peak of a process is told by Linux")
+def test_peak_memory():
+    """Two tensors at once, and a third that stays from the first call on. The allocator is that of a whole process."""
+    code = """
+import torch
+from attnres.benchmarks import twin
+twin.give_freed_memory_back()
+kept = []
+def call():
+    if not kept:
+        kept.append(torch.ones(2**24))
+    for _ in range(3):
+        torch.ones(2**24) + 1
+print(twin.peak_bytes(call, "cpu"))
+"""
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert abs(int(result.stdout) / 2**20 - 2 * 64) < 8
 
 
 def test_models_share_the_weights_of_the_twin():
