@@ -280,6 +280,57 @@ def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: n
     return NormOfWeightedSum.apply(norm, weights, *sources, *trainable_parameters(norm))
 
 
+def has_kernel(norm: nn.Module | None, partial: torch.Tensor) -> bool:
+    """Whether `read_and_norm` can do this norm behind a read."""
+    return use_kernels(partial) and kernels().rms_norm_parameters(norm, partial.dtype) is not None
+
+
+class ReadAndNorm(torch.autograd.Function):
+    """A read and the norm behind it as one kernel each way. Saves nothing of them but a few numbers per token."""
+
+    @staticmethod
+    def forward(ctx, query, scores, norm_weight, norm_eps: float, eps: float, *sources: torch.Tensor):
+        ctx.norm_eps = norm_eps
+        ctx.set_materialize_grads(False)
+        normed, *saved = kernels().read(query, scores, norm_weight, norm_eps, eps, sources)
+        ctx.save_for_backward(query, norm_weight, *saved, *sources)
+        return normed, saved[0]
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad: torch.Tensor | None, grad_weights: torch.Tensor | None):
+        query, norm_weight, *saved_and_sources = ctx.saved_tensors
+        saved, sources = saved_and_sources[:3], saved_and_sources[3:]
+        if grad is None:  # of the weights alone
+            grad = torch.zeros_like(sources[-1])
+        grads = kernels().read_backward(grad, grad_weights, query, norm_weight, ctx.norm_eps, *saved, sources)
+        grad_query, grad_scores, grad_norm_weight, *grad_sources = grads
+        return grad_query, grad_scores, grad_norm_weight, None, None, *grad_sources
+
+
+def read_and_norm(
+    query: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    scores: Sequence[torch.Tensor],
+    eps: float,
+    norm: nn.Module,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """A read within a block and the norm behind it, where there is a kernel for it.
+
+    Args:
+        query: folded query of the site, `[hidden]`.
+        sources: the closed blocks and the partial sum, each `[batch, seq, hidden]`.
+        scores: of the closed blocks, each `[batch, seq]`.
+        eps: epsilon of the key RMSNorm.
+        norm: in front of the sublayer.
+
+    Returns:
+        The normed mix, `[batch, seq, hidden]`, and the weights, `[batch, seq, sources]`.
+    """
+    weight, norm_eps = kernels().rms_norm_parameters(norm, sources[-1].dtype)
+    return ReadAndNorm.apply(query, torch.stack(scores, dim=-1), weight, norm_eps, eps, *sources)
+
+
 def depth_attention(query: torch.Tensor, sources: list[torch.Tensor], eps: float) -> tuple[torch.Tensor, torch.Tensor]:
     """The read of `depth_attention_reference`, same arguments and results, with a backward pass that saves little."""
     scores = torch.cat([source_scores(query[None], source, eps) for source in sources], dim=-1)

@@ -26,7 +26,7 @@ import copy
 import functools
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -51,7 +51,16 @@ from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
 from .configuration_attnres import BASE_FAMILIES, AttnResConfig, base_config_class
-from .depth_attention import BlockCache, add, get_backend, mix_and_norm, num_sources, source_scores
+from .depth_attention import (
+    BlockCache,
+    add,
+    get_backend,
+    has_kernel,
+    mix_and_norm,
+    num_sources,
+    read_and_norm,
+    source_scores,
+)
 
 
 @auto_docstring
@@ -139,7 +148,7 @@ class AttnResDepthRead(nn.Module):
 
     def __init__(self, config: AttnResConfig, site: int):
         super().__init__()
-        self.site, self.num_sites = site, config.num_sites
+        self.site = site
         self.is_first_of_block = site % config.attn_res_block_size == 0
         self.eps = config.attn_res_norm_eps
 
@@ -147,26 +156,28 @@ class AttnResDepthRead(nn.Module):
         self,
         queries: torch.Tensor,
         partial: torch.Tensor,
-        *closed: torch.Tensor,
+        blocks: Sequence[torch.Tensor],
+        scores: Sequence[torch.Tensor],
         norm: nn.Module | None = None,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """
         Args:
             queries: the folded queries of all sites, `[sites, hidden]`.
             partial: the pending partial sum, `[batch, seq, hidden]`.
-            closed: every closed block and its scores, see `AttnResDecoderLayer`.
+            blocks: the sum of every closed block, `[batch, seq, hidden]`.
+            scores: of every closed block for this site, `[batch, seq]`.
             norm: of the sublayer that reads.
 
         Returns:
             The normed mix of closed blocks and partial sum, its weights, `[batch, seq, sources]`, and the scores of
-            the partial sum: for this site, or for all later ones where it closes.
+            the partial sum: for this site and all later ones where it closes, else for this one or `None`.
         """
-        blocks, scores = closed[::2], closed[1::2]
         readers = queries[self.site :] if self.is_first_of_block else queries[self.site : self.site + 1]
-        partial_scores = source_scores(readers.to(partial.device), partial, self.eps)
-        # Scores are of the sites from some one to the last, so they are counted from the end
-        own = [score[..., self.site - self.num_sites] for score in scores]
-        weights = torch.softmax(torch.stack([*own, partial_scores[..., 0]], dim=-1), dim=-1)
+        readers = readers.to(partial.device)
+        if not self.is_first_of_block and has_kernel(norm, partial):
+            return *read_and_norm(readers[0], [*blocks, partial], scores, self.eps, norm), None
+        partial_scores = source_scores(readers, partial, self.eps)
+        weights = torch.softmax(torch.stack([*scores, partial_scores[..., 0]], dim=-1), dim=-1)
         return mix_and_norm(weights, [*blocks, partial], norm), weights, partial_scores
 
 
@@ -237,17 +248,20 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
         Args:
             hidden_states: the pending partial sum (for the first layer: the embeddings), `[batch, seq, hidden]`.
             queries: the folded queries of all sites, `[sites, hidden]`.
-            closed: for every closed block its sum, `[batch, seq, hidden]`, and behind it its scores,
-                `[batch, seq, sites]`, for a number of sites that ends with the last one; nothing if a `block_cache`
-                holds them.
+            closed: for every closed block its sum, `[batch, seq, hidden]`, and behind it its scores for the two sites
+                of this layer, `[batch, seq]` each; nothing if a `block_cache` holds them.
 
         Returns:
-            The new pending partial sum, then the same for the blocks that this layer has closed.
+            The new pending partial sum; then for every block that this layer has closed its sum, and its scores for
+            the site that closed it and all later ones, `[batch, seq, sites]`.
         """
-        num_given, dtype = len(closed), hidden_states.dtype
-        hidden_states, partial, closed = self.read(
-            self.attention_read, self.input_layernorm, hidden_states, None, queries, closed, block_cache
+        dtype = hidden_states.dtype
+        blocks, scores, mlp_scores = closed[::3], closed[1::3], closed[2::3]
+        hidden_states, partial, newly_closed = self.read(
+            self.attention_read, self.input_layernorm, hidden_states, None, queries, blocks, scores, block_cache
         )
+        for block, scores in newly_closed:
+            blocks, mlp_scores = (*blocks, block), (*mlp_scores, scores[..., 1])
         output = self.attend(
             hidden_states,
             attention_mask=attention_mask,
@@ -259,13 +273,13 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
         )
         output = self.finish(output, self.attention_dropout_name, dtype)
 
-        hidden_states, partial, closed = self.read(
-            self.mlp_read, self.post_attention_layernorm, partial, output, queries, closed, block_cache
+        hidden_states, partial, closed_at_mlp = self.read(
+            self.mlp_read, self.post_attention_layernorm, partial, output, queries, blocks, mlp_scores, block_cache
         )
         output = self.mlp(hidden_states)
         output = self.finish(output[0] if isinstance(output, tuple) else output, self.mlp_dropout_name, dtype)
 
-        return add(partial, output), *closed[num_given:]
+        return add(partial, output), *(tensor for pair in (*newly_closed, *closed_at_mlp) for tensor in pair)
 
     def read(
         self,
@@ -274,24 +288,25 @@ class AttnResDecoderLayer(GradientCheckpointingLayer):
         partial: torch.Tensor | None,
         output: torch.Tensor | None,
         queries: torch.Tensor,
-        closed: tuple[torch.Tensor, ...],
+        blocks: Sequence[torch.Tensor],
+        scores: Sequence[torch.Tensor],
         block_cache: BlockCache | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, tuple[torch.Tensor, ...]]:
+    ) -> tuple[torch.Tensor, torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
         """Add the output of the sublayer in front to the partial sum, if there is one, and read over depth.
 
         The first site of a block closes the partial sum, so that there is none behind it.
 
         Returns:
-            The normed mix, the partial sum or `None`, and what is closed.
+            The normed mix, the partial sum or `None`, and what was closed: one block and its scores, or nothing.
         """
         if block_cache is not None:
-            return *block_cache.read(depth_read.site, partial, output, norm), closed
+            return *block_cache.read(depth_read.site, partial, output, norm), []
         if output is not None:
             partial = add(partial, output)
-        hidden_states, _, scores = depth_read(queries, partial, *closed, norm=norm)
+        hidden_states, _, partial_scores = depth_read(queries, partial, blocks, scores, norm=norm)
         if depth_read.is_first_of_block:
-            return hidden_states, None, (*closed, partial, scores)
-        return hidden_states, partial, closed
+            return hidden_states, None, [(partial, partial_scores)]
+        return hidden_states, partial, []
 
     def attend(self, hidden_states: torch.Tensor, past_key_values: Cache | None, **kwargs) -> torch.Tensor:
         """The token mixer of the base's layer."""
@@ -582,21 +597,24 @@ class AttnResModel(AttnResPreTrainedModel):
             position_embeddings = self.rotary_emb(partial, position_ids)
         queries = self.depth_queries() if queries is None else queries
         block_cache = self.open_block_cache(start, queries, partial, blocks, past_key_values, **kwargs)
-        closed = ()
+        # Without a block cache: every closed block, and its scores for the sites from some one to the last, a tensor
+        # for each (slices, taken where they are read, would have gradients as large as what they are cut from)
+        closed = []
         if block_cache is None:
             eps, device = self.config.attn_res_norm_eps, partial.device
             for block in blocks:
-                closed += (block, source_scores(queries[2 * start :].to(device), block, eps))
+                closed.append((block, source_scores(queries[2 * start :].to(device), block, eps).unbind(-1)))
 
         masks = [attention_mask] * (end - start)
         if isinstance(attention_mask, dict):
             masks = [attention_mask[layer_type] for layer_type in self.config.layer_types[start:end]]
 
         for layer, mask in zip(self.layers[start:end], masks):
+            site, device = 2 * layer.layer_idx - self.config.num_sites, partial.device  # counted from the last
             partial, *newly_closed = layer(
                 partial,
                 queries,
-                *closed,
+                *(tensor for block, scores in closed for tensor in (block, scores[site], scores[site + 1])),
                 block_cache=block_cache,
                 attention_mask=mask,
                 position_ids=position_ids,
@@ -604,9 +622,12 @@ class AttnResModel(AttnResPreTrainedModel):
                 position_embeddings=position_embeddings,
                 **kwargs,
             )
-            # With layers on several devices the blocks go along, so that not every layer fetches them again
-            closed = (*(tensor.to(partial.device) for tensor in closed), *newly_closed)
-        return partial, closed[::2] if block_cache is None else block_cache
+            if partial.device != device:
+                # With layers on several devices the blocks go along, so that not every layer fetches them again
+                device = partial.device
+                closed = [(block.to(device), [score.to(device) for score in scores]) for block, scores in closed]
+            closed += [(block, scores.unbind(-1)) for block, scores in zip(newly_closed[::2], newly_closed[1::2])]
+        return partial, tuple(block for block, _ in closed) if block_cache is None else block_cache
 
     def open_block_cache(
         self,
@@ -645,8 +666,8 @@ class AttnResModel(AttnResPreTrainedModel):
         if isinstance(blocks, BlockCache) and not torch.is_grad_enabled():
             return blocks.read(self.final_depth_read.site, partial)[0]
         query, eps = queries[-1:].to(partial.device), self.config.attn_res_norm_eps
-        closed = [tensor for block in blocks for tensor in (block, source_scores(query, block, eps))]
-        return self.final_depth_read(queries, partial, *closed)[0]
+        scores = [source_scores(query, block, eps)[..., 0] for block in blocks]
+        return self.final_depth_read(queries, partial, list(blocks), scores)[0]
 
 
 @auto_docstring

@@ -37,6 +37,12 @@ def launch_shape(hidden_size: int) -> dict[str, int]:
     return {"BLOCK": block, "num_warps": min(16, max(1, block // 256))}
 
 
+def programs_over(num_tokens: int) -> tuple[int, int]:
+    """Number of programs, and how many tokens each of them takes."""
+    per_program = max(1, triton.cdiv(num_tokens, MOST_PROGRAMS))
+    return triton.cdiv(num_tokens, per_program), per_program
+
+
 def launch(kernel, grid: tuple[int, ...], *arguments, **options):
     """Triton launches on the current device, and layers may be on several: on that of the first argument."""
     with torch.cuda.device_of(arguments[0]):
@@ -124,8 +130,7 @@ def score_backward(
     """Gradients of query and source, in their dtypes, from one read of the source."""
     source, hidden_size, num_tokens = source.contiguous(), source.shape[-1], scores.numel()
     grad_source = torch.empty_like(source)
-    per_program = max(1, triton.cdiv(num_tokens, MOST_PROGRAMS))
-    num_programs = triton.cdiv(num_tokens, per_program)
+    num_programs, per_program = programs_over(num_tokens)
     grad_queries = query.new_zeros(num_programs, hidden_size, dtype=torch.float32)
     if source.numel():
         launch(
@@ -207,6 +212,182 @@ def weighted_sum_backward(
             **launch_shape(hidden_size),
         )
     return grad_weights, *grad_sources
+
+
+@triton.jit
+def read_kernel(
+    query, scores, sources, norm_weight, normed, weights, score_of_partial, inverse_rms,
+    norm_eps, eps, num_closed, hidden_size, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden_size
+    place = token * hidden_size + columns
+    dtype = normed.dtype.element_ty
+    partial = tl.multiple_of(tl.load(sources + num_closed).to(normed.dtype), 16)
+    value = tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
+    inv_rms = tl.rsqrt(tl.sum(value * value) / hidden_size + eps)
+    score = inv_rms * tl.sum(value * tl.load(query + columns, mask=inside, other=0.0).to(tl.float32))
+    tl.store(inverse_rms + token, inv_rms)
+    tl.store(score_of_partial + token, score)
+
+    closed = tl.arange(0, SOURCES)
+    is_closed = closed < num_closed
+    closed_scores = tl.load(scores + token * num_closed + closed, mask=is_closed, other=float("-inf"))
+    largest = tl.maximum(tl.max(closed_scores), score)
+    exponentials, exponential = tl.exp(closed_scores - largest), tl.exp(score - largest)
+    normaliser = tl.sum(exponentials) + exponential
+    own_weights = weights + token * (num_closed + 1)
+    tl.store(own_weights + closed, exponentials / normaliser, mask=is_closed)
+    tl.store(own_weights + num_closed, exponential / normaliser)
+    mix = exponential / normaliser * value
+    for i in range(num_closed):
+        source = tl.multiple_of(tl.load(sources + i).to(normed.dtype), 16)
+        weight = tl.exp(tl.load(scores + token * num_closed + i) - largest) / normaliser
+        mix += weight * tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+
+    # rounded where the modules round
+    mix = mix.to(dtype).to(tl.float32)
+    mix *= tl.rsqrt(tl.sum(mix * mix) / hidden_size + norm_eps)
+    result = mix.to(dtype).to(tl.float32) * tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + place, result.to(dtype), mask=inside)
+
+
+@triton.jit
+def read_backward_kernel(
+    grad_normed, grad_weights, query, norm_weight, weights, score_of_partial, inverse_rms, sources,
+    grad_sources, grad_scores, grad_queries, grad_norm_weights,
+    norm_eps, num_tokens, per_program, num_closed, hidden_size,
+    HAS_GRAD_WEIGHTS: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden_size
+    dtype = grad_normed.dtype.element_ty
+    wide_query = tl.load(query + columns, mask=inside, other=0.0).to(tl.float32)
+    wide_norm_weight = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
+    grad_query = tl.zeros([BLOCK], tl.float32)
+    grad_norm_weight = tl.zeros([BLOCK], tl.float32)
+    first = tl.program_id(0).to(tl.int64) * per_program
+    for token in range(first, tl.minimum(first + per_program, num_tokens)):
+        place = token * hidden_size + columns
+        own_weights = weights + token * (num_closed + 1)
+        # The mix and its norm again
+        mix = tl.zeros([BLOCK], tl.float32)
+        for i in range(num_closed + 1):
+            source = tl.multiple_of(tl.load(sources + i).to(grad_normed.dtype), 16)
+            mix += tl.load(own_weights + i) * tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+        rounded = mix.to(dtype).to(tl.float32)
+        inv_rms = tl.rsqrt(tl.sum(rounded * rounded) / hidden_size + norm_eps)
+        normalised = rounded * inv_rms
+
+        grad = tl.load(grad_normed + place, mask=inside, other=0.0).to(tl.float32)
+        grad_norm_weight += grad * normalised.to(dtype).to(tl.float32)
+        grad = (grad * wide_norm_weight).to(dtype).to(tl.float32)
+        grad_mix = inv_rms * (grad - normalised * (tl.sum(grad * normalised) / hidden_size))
+        grad_mix = grad_mix.to(dtype).to(tl.float32)
+
+        # Softmax: the gradient of a score is weight * (gradient of the weight - the mean of these)
+        mean = tl.sum(grad_mix * mix)
+        if HAS_GRAD_WEIGHTS:
+            given = tl.arange(0, SOURCES)
+            is_source = given <= num_closed
+            own_grads = tl.load(grad_weights + token * (num_closed + 1) + given, mask=is_source, other=0.0)
+            mean += tl.sum(own_grads * tl.load(own_weights + given, mask=is_source, other=0.0))
+        for i in range(num_closed):
+            source = tl.multiple_of(tl.load(sources + i).to(grad_normed.dtype), 16)
+            grad_source = tl.multiple_of(tl.load(grad_sources + i).to(grad_normed.dtype), 16)
+            weight = tl.load(own_weights + i)
+            value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+            grad_weight = tl.sum(grad_mix * value) - mean
+            if HAS_GRAD_WEIGHTS:
+                grad_weight += tl.load(grad_weights + token * (num_closed + 1) + i)
+            tl.store(grad_scores + token * num_closed + i, weight * grad_weight)
+            tl.store(grad_source + place, (weight * grad_mix).to(dtype), mask=inside)
+
+        # The partial sum is in the mix and in its own score, see `score_backward_kernel`
+        partial = tl.multiple_of(tl.load(sources + num_closed).to(grad_normed.dtype), 16)
+        grad_partial = tl.multiple_of(tl.load(grad_sources + num_closed).to(grad_normed.dtype), 16)
+        weight = tl.load(own_weights + num_closed)
+        value = tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
+        grad_weight = tl.sum(grad_mix * value) - mean
+        if HAS_GRAD_WEIGHTS:
+            grad_weight += tl.load(grad_weights + token * (num_closed + 1) + num_closed)
+        inv_rms = tl.load(inverse_rms + token)
+        to_query = weight * grad_weight * inv_rms
+        to_source = -to_query * inv_rms * tl.load(score_of_partial + token) / hidden_size
+        total = weight * grad_mix + to_query * wide_query + to_source * value
+        tl.store(grad_partial + place, total.to(dtype), mask=inside)
+        grad_query += to_query * value
+    own_row = tl.program_id(0) * hidden_size + columns
+    tl.store(grad_queries + own_row, grad_query, mask=inside)
+    tl.store(grad_norm_weights + own_row, grad_norm_weight, mask=inside)
+
+
+def read(
+    query: torch.Tensor,
+    scores: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    eps: float,
+    sources: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """A read of closed sources and a partial sum, and the RMSNorm behind it, in one pass over them.
+
+    Args:
+        query: folded query, `[hidden]`.
+        scores: of the closed sources, `[..., closed]`, in fp32.
+        norm_weight, norm_eps: of Llama's RMSNorm.
+        eps: epsilon of the key RMSNorm.
+        sources: the closed ones and last the partial sum, each `[..., hidden]`.
+
+    Returns:
+        The normed mix, `[..., hidden]`, the weights, `[..., sources]`, and the score and inverse rms of the partial
+        sum, `[..., 1]`, all but the first in fp32.
+    """
+    sources = [in_one_piece(source) for source in sources]
+    normed, hidden_size, num_closed = torch.empty_like(sources[0]), sources[0].shape[-1], len(sources) - 1
+    weights = scores.new_empty(*normed.shape[:-1], num_closed + 1)
+    score_of_partial, inverse_rms = (scores.new_empty(*normed.shape[:-1], 1) for _ in range(2))
+    if normed.numel():
+        launch(
+            read_kernel, (inverse_rms.numel(),),
+            query.contiguous(), scores.contiguous(), addresses(sources), norm_weight, normed, weights,
+            score_of_partial, inverse_rms, norm_eps, eps, num_closed, hidden_size,
+            SOURCES=triton.next_power_of_2(num_closed + 1), **launch_shape(hidden_size),
+        )  # fmt: skip
+    return normed, weights, score_of_partial, inverse_rms
+
+
+def read_backward(
+    grad: torch.Tensor,
+    grad_weights: torch.Tensor | None,
+    query: torch.Tensor,
+    norm_weight: torch.Tensor,
+    norm_eps: float,
+    weights: torch.Tensor,
+    score_of_partial: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+) -> tuple[torch.Tensor, ...]:
+    """Gradients of query, scores, norm weight and every source of `read`, from its results and those of these."""
+    sources = [in_one_piece(source) for source in sources]
+    grad_sources = [torch.empty_like(source) for source in sources]
+    num_tokens, num_closed, hidden_size = inverse_rms.numel(), len(sources) - 1, query.shape[0]
+    grad_scores = weights.new_empty(*weights.shape[:-1], num_closed)
+    num_programs, per_program = programs_over(num_tokens)
+    grad_queries, grad_norm_weights = weights.new_zeros(2, num_programs, hidden_size).unbind(0)
+    if grad.numel():
+        launch(
+            read_backward_kernel, (num_programs,),
+            grad.to(sources[0].dtype).contiguous(), weights if grad_weights is None else grad_weights.contiguous(),
+            query.contiguous(), norm_weight, weights, score_of_partial, inverse_rms, addresses(sources),
+            addresses(grad_sources), grad_scores, grad_queries, grad_norm_weights,
+            norm_eps, num_tokens, per_program, num_closed, hidden_size,
+            HAS_GRAD_WEIGHTS=grad_weights is not None, SOURCES=triton.next_power_of_2(num_closed + 1),
+            **launch_shape(hidden_size),
+        )  # fmt: skip
+    sums = grad_queries.sum(0).to(query.dtype), grad_scores, grad_norm_weights.sum(0).to(norm_weight.dtype)
+    return *sums, *grad_sources
 
 
 @triton.jit
@@ -299,9 +480,12 @@ def rms_norm_parameters(norm: nn.Module | None, dtype: torch.dtype) -> tuple[tor
 
     `variance_epsilon` is what that one calls its epsilon in transformers; a (1 + weight) one calls it `eps`.
     """
-    if not hasattr(norm, "variance_epsilon") or norm.weight.dtype != dtype:
+    # Of its own, as a wrapper (PEFT's, of a norm that is trained) shows that of what it wraps
+    if norm is None or "variance_epsilon" not in vars(norm) or "forward" in vars(norm):
         return None
-    if norm._forward_hooks or norm._forward_pre_hooks or "forward" in norm.__dict__:
+    if any((norm._forward_pre_hooks, norm._forward_hooks, norm._backward_pre_hooks, norm._backward_hooks)):
+        return None
+    if type(norm.weight) not in (nn.Parameter, torch.Tensor) or norm.weight.dtype != dtype:
         return None
     return norm.weight, norm.variance_epsilon
 
@@ -343,6 +527,7 @@ def update_and_merge(
     return merged if norm is None or norm_parameters else norm(merged), updated
 
 
+@torch.inference_mode(False)
 def try_on(device: torch.device, dtype: torch.dtype):
     """Run every kernel on a few numbers.
 
@@ -351,50 +536,71 @@ def try_on(device: torch.device, dtype: torch.dtype):
     """
     generator = torch.Generator("cpu").manual_seed(0)
 
-    def random(*shape: int) -> torch.Tensor:
+    def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
-    # 2 tokens, 3 sources, 2 sites, and a hidden size that is no power of 2
-    values, grad, partial, output, query = random(2, 3, 96), random(2, 96), random(2, 96), random(2, 96), random(96)
-    query, scores, shift = query.float(), random(2, 3, 2).float().mT, torch.ones((), device=device)
-    weights, sources = scores.softmax(-1), values.unbind(1)
-    mixes, negative_lse = read_closed(values, scores)
-    merge = update_and_merge(query, partial, output, mixes[:, 0], negative_lse[:, :1], shift, None)
-    scores_of_partial, inverse_rms = score(query, partial, 1.0)
-    grad_scores = weights[:, :1, 0]
+    # 2 tokens, 3 closed sources, 2 sites, and a hidden size that is no power of 2
+    closed, partial, output, grad, norm_weight = random(2, 3, 96), *(random(2, 96) for _ in range(3)), random(96)
+    scores, query = random(2, 3, 2, dtype=torch.float32).mT, random(96, dtype=torch.float32) / 10
+    grad_scores, grad_weights = random(2, 1, dtype=torch.float32), random(2, 4, dtype=torch.float32)
+    sources, weights, shift = [*closed.unbind(1), partial], random(2, 4).float().softmax(-1), query.new_ones(())
+    mixes, negative_lse = read_closed(closed, scores)
+    score_of_partial, inverse_rms = score(query, partial, 1.0)
+    saved = read(query, scores[:, 0], norm_weight, 1.0, 1.0, sources)
     actual = {
-        "score": [scores_of_partial, inverse_rms],
-        "score_backward": score_backward(grad_scores, query, partial, inverse_rms, scores_of_partial),
-        "weighted_sum": [weighted_sum(weights[:, 0], sources)],
-        "weighted_sum_backward": weighted_sum_backward(grad, weights[:, 0], sources),
+        "score": [score_of_partial, inverse_rms],
+        "score_backward": score_backward(grad_scores, query, partial, inverse_rms, score_of_partial),
+        "weighted_sum": [weighted_sum(weights, sources)],
+        "weighted_sum_backward": weighted_sum_backward(grad, weights, sources),
+        "read": saved,
+        "read_backward": read_backward(grad, grad_weights, query, norm_weight, 1.0, *saved[1:], sources),
         "read_closed": [mixes, negative_lse],
-        "update_and_merge": merge,
+        "update_and_merge": update_and_merge(query, partial, output, mixes[:, 0], negative_lse[:, :1], shift, None),
     }
 
-    values, grad, query, scores, weights = (t.double() for t in (values, grad, query, scores, weights))
-    updated, partial = (partial + output).double(), partial.double()
-    score_of_updated = updated @ query / (updated.square().sum(-1) + shift**2).sqrt()
-    merge_weights = torch.cat([scores[:, 0], score_of_updated[:, None]], dim=-1).softmax(-1)
-    inverse_rms = (partial.square().mean(-1, keepdim=True) + 1).rsqrt()
-    score_of_partial = partial @ query[:, None] * inverse_rms
-    definitions = {
-        "score": [score_of_partial, inverse_rms],
-        "score_backward": [
-            (grad_scores * inverse_rms * partial).sum(0),
-            grad_scores * inverse_rms * (query - score_of_partial * inverse_rms * partial / 96),
-        ],
-        "weighted_sum": [(weights @ values)[:, 0]],
-        "weighted_sum_backward": [
-            (values @ grad[..., None])[..., 0],
-            *(weights[:, 0, :, None] * grad[:, None]).unbind(1),
-        ],
-        "read_closed": [weights @ values, -scores.logsumexp(-1)],
-        "update_and_merge": [(merge_weights[:, None] @ torch.cat([values, updated[:, None]], dim=1))[:, 0], updated],
-    }
-    # in fp32 sums of 96 products, in a half precision the rounding of the result and of the sum in it
+    updated = (partial + output).double()
+    with torch.enable_grad():
+        query, scores, weights, norm_weight, *sources = (
+            tensor.double().requires_grad_() for tensor in (query, scores.clone(), weights, norm_weight, *sources)
+        )
+
+        def scored(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            inverse_rms = (source.square().mean(-1, keepdim=True) + 1).rsqrt()
+            return source @ query[:, None] * inverse_rms, inverse_rms
+
+        values, partial = torch.stack(sources, dim=1), sources[-1]
+        of_partial = scored(partial)
+        mix = (weights[:, None] @ values)[:, 0]
+        read_weights = torch.cat([scores[:, 0], of_partial[0]], dim=-1).softmax(-1)
+        read_mix = (read_weights[:, None] @ values)[:, 0]
+        normed = read_mix * (read_mix.square().mean(-1, keepdim=True) + 1).rsqrt() * norm_weight
+        shifted = updated @ query[:, None] / (updated.square().sum(-1, keepdim=True) + 1).sqrt()
+        merge_weights = torch.cat([scores[:, 0], shifted], dim=-1).softmax(-1)
+        grads_of_read = torch.autograd.grad(
+            [normed, read_weights],
+            [query, scores, norm_weight, *sources],
+            [grad.double(), grad_weights.double()],
+            retain_graph=True,
+        )
+        definitions = {
+            "score": of_partial,
+            "score_backward": torch.autograd.grad(
+                of_partial[0], [query, partial], grad_scores.double(), retain_graph=True
+            ),
+            "weighted_sum": [mix],
+            "weighted_sum_backward": torch.autograd.grad(mix, [weights, *sources], grad.double()),
+            "read": [normed, read_weights, *of_partial],
+            "read_backward": [grads_of_read[0], grads_of_read[1][:, 0], *grads_of_read[2:]],
+            "read_closed": [scores.softmax(-1) @ values[:, :3], -scores.logsumexp(-1)],
+            "update_and_merge": [
+                (merge_weights[:, None] @ torch.cat([values[:, :3], updated[:, None]], dim=1))[:, 0],
+                updated,
+            ],
+        }
+    # in fp32 sums of 96 products, in a half precision the rounding of the result and of what it is made of
     tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
     for name, results in actual.items():
-        for result, definition in zip(results, definitions[name]):
+        for result, definition in zip(results, definitions[name], strict=True):
             error = (result.double() - definition).abs().max() / definition.abs().max()
             if not error <= tolerance:
                 raise ArithmeticError(f"`{name}` is off by {error:.1e}")

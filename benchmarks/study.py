@@ -227,8 +227,8 @@ def add_recency_bias(model):
     """A constant on the score of the newest source, as others start conversions. No part of the product."""
 
     def biased(read):
-        def forward(queries, partial, *closed, norm=None):
-            sources = [*closed[::2], partial]
+        def forward(queries, partial, blocks, scores, norm=None):
+            sources = [*blocks, partial]
             values = torch.stack(sources, dim=-2)
             keys = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + read.eps)
             scores = (keys * queries[read.site]).sum(-1)

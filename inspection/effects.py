@@ -100,13 +100,12 @@ def masked_out(read: AttnResDepthRead, source: int) -> Iterator[None]:
     """
     forward = type(read).forward
 
-    def without_source(queries, partial, *closed, norm=None):
-        _, _, partial_scores = forward(read, queries, partial, *closed)
-        own = [score[..., read.site - read.num_sites] for score in closed[1::2]]
-        scores = torch.stack([*own, partial_scores[..., 0]], dim=-1)
+    def without_source(queries, partial, blocks, scores, norm=None):
+        _, _, partial_scores = forward(read, queries, partial, blocks, scores)
+        scores = torch.stack([*scores, partial_scores[..., 0]], dim=-1)
         scores[..., source] = -torch.inf
         weights = torch.softmax(scores, dim=-1)
-        return mix_and_norm(weights, [*closed[::2], partial], norm), weights, partial_scores
+        return mix_and_norm(weights, [*blocks, partial], norm), weights, partial_scores
 
     read.forward = without_source
     try:

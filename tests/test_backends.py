@@ -6,6 +6,7 @@ import sys
 
 import pytest
 import torch
+from peft.utils.other import ModulesToSaveWrapper
 from tiny_models import convert, randomize_queries, relative_error, tiny_base_model
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
@@ -14,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 import attnres
 from attnres import depth_attention
 from attnres.configuration_attnres import BASE_FAMILIES
+from attnres.modeling_attnres import AttnResDepthRead
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -68,7 +70,16 @@ def test_the_reference_has_no_block_cache(backend, few_ids, monkeypatch):
     convert(tiny_base_model("qwen3"), 3).generate(few_ids, max_new_tokens=2, do_sample=False)
 
 
-KERNELS = {"score", "score_backward", "weighted_sum", "weighted_sum_backward", "read_closed", "update_and_merge"}
+KERNELS = {
+    "score",
+    "score_backward",
+    "weighted_sum",
+    "weighted_sum_backward",
+    "read",
+    "read_backward",
+    "read_closed",
+    "update_and_merge",
+}
 
 
 @pytest.fixture
@@ -155,8 +166,85 @@ def test_auto_without_triton(as_on_a_gpu, few_ids, monkeypatch, caplog):
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_trial(dtype):
-    depth_attention.kernels().try_on(torch.device("cpu"), dtype)
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
+def test_trial(dtype, mode):
+    with mode():
+        depth_attention.kernels().try_on(torch.device("cpu"), dtype)
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_closed, hidden_size, tokens", [(1, 7, 5), (3, 40, 6), (8, 64, 1), (2, 16, 0)])
+@pytest.mark.parametrize("losses", [["normed"], ["weights"], ["normed", "weights"]], ids="+".join)
+def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, tokens, losses, counted, monkeypatch):
+    """Read and norm, forward and backward, beside plain torch; several tokens to a program, and fewer to the last."""
+    monkeypatch.setattr(depth_attention.kernels(), "MOST_PROGRAMS", 2)
+    generator = torch.Generator().manual_seed(0)
+
+    def random(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    config = attnres.AttnResConfig(base_model_type="llama", attn_res_block_size=3, attn_res_norm_eps=1e-3)
+    depth_read, norm = AttnResDepthRead(config, site=4), LlamaRMSNorm(hidden_size).to(dtype)
+    queries = random(6, hidden_size, dtype=torch.float32)
+    sources = [random(1, tokens, hidden_size) for _ in range(num_closed + 1)]
+    scores = [random(1, tokens, dtype=torch.float32) for _ in range(num_closed)]
+    with torch.no_grad():
+        norm.weight.normal_(generator=generator)
+    inputs = [queries, *sources, *scores, *norm.parameters()]
+    grads = {"normed": random(1, tokens, hidden_size), "weights": random(1, tokens, num_closed + 1).float()}
+    results = []
+    for name in ("triton", "torch"):
+        attnres.set_backend(name)
+        normed, weights, _ = depth_read(queries, sources[-1], sources[:-1], scores, norm)
+        outputs = {"normed": normed, "weights": weights}
+        grads_of = [grads[loss].detach() for loss in losses]
+        gradients = torch.autograd.grad([outputs[loss] for loss in losses], inputs, grads_of, allow_unused=True)
+        results.append([normed, weights, *gradients])
+    assert counted == ["read", "read_backward"]
+    # Triton's interpreter cuts bf16 off where a GPU rounds, and sums of a few roundings are compared
+    tolerance = {torch.float32: 1e-5, torch.float16: 4 * 2**-10, torch.bfloat16: 8 * 2**-7}[dtype]
+    for actual, expected in zip(*results):
+        expected = torch.zeros_like(actual) if expected is None else expected
+        assert actual.dtype == expected.dtype and actual.shape == expected.shape
+        if tokens:
+            assert (actual - expected).abs().max() <= tolerance * max(1, expected.abs().max())
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+def test_frozen_norms_and_queries(backend, few_ids):
+    """What an adapter trains is what it gets gradients of."""
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 3)).train()
+    model.requires_grad_(False)
+    model.model.layers[1].self_attn.q_proj.weight.requires_grad_()
+    grads = []
+    for name in ("triton", "torch"):
+        attnres.set_backend(name)
+        model.zero_grad()
+        model(few_ids, labels=few_ids).loss.backward()
+        grads.append({name: p.grad for name, p in model.named_parameters() if p.grad is not None})
+    assert list(grads[0]) == list(grads[1]) == ["model.layers.1.self_attn.q_proj.weight"]
+    for name in grads[0]:
+        assert relative_error(grads[0][name], grads[1][name]) < 5e-5
+
+
+def test_norms_that_have_no_kernel():
+    """Only a norm that is Llama's itself, and does nothing else."""
+    parameters = depth_attention.kernels().rms_norm_parameters
+    norm = LlamaRMSNorm(8)
+    weight, eps = parameters(norm, torch.float32)
+    assert weight is norm.weight and eps == norm.variance_epsilon
+    assert parameters(None, torch.float32) is None
+    assert parameters(GemmaRMSNorm(8), torch.float32) is None
+    assert parameters(norm, torch.bfloat16) is None
+    assert parameters(ModulesToSaveWrapper(norm, "default"), torch.float32) is None
+    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
+        handle = getattr(norm, f"register_{register}")(lambda *args: None)
+        assert parameters(norm, torch.float32) is None
+        handle.remove()
+    assert parameters(norm, torch.float32) is not None
 
 
 @needs_triton
@@ -301,26 +389,24 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from attnres import triton_kernels
 
-kinds = {name: "*fp32" for name in ("weights", "grad_weights", "scores", "mixes", "negative_lse", "query", "shift")}
-kinds |= {name: "*fp32" for name in ("inverse_rms", "grad", "grad_queries")} | {"eps": "fp32"}
-kinds |= {"mix": "*fp32", "sources": "*i64", "grad_sources": "*i64"}
+kinds = {"sources": "*i64", "grad_sources": "*i64", "eps": "fp32", "norm_eps": "fp32", "mix": "*fp32"}
+kinds |= dict.fromkeys("weights grad_weights scores grad_scores mixes negative_lse query shift grad".split(), "*fp32")
+kinds |= dict.fromkeys("inverse_rms score_of_partial grad_queries grad_norm_weights".split(), "*fp32")
+of_dtype = "grad_mix values partial output updated merged source grad_source normed grad_normed norm_weight".split()
+constants = {"BLOCK": 1024, "SITES": 8, "SOURCES": 8}
+constants |= {"HAS_OUTPUT": True, "HAS_NORM": True, "HAS_GRAD_WEIGHTS": True}
 for kernel in [kernel for name, kernel in vars(triton_kernels).items() if name.endswith("_kernel")]:
     for dtype in ("*fp32", "*bf16"):
-        of_dtype = {name: dtype for name in ("grad_mix", "values", "partial", "output", "updated", "merged")}
-        of_dtype |= {"source": dtype, "grad_source": dtype, "norm_weight": dtype, "norm_eps": "fp32"}
-        if "merge" not in kernel.__name__:
-            of_dtype["mix"] = dtype
-        constants = {"BLOCK": 1024, "SITES": 8, "HAS_OUTPUT": True, "HAS_NORM": True}
-        constants = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        signature = {
-            name: "constexpr" if name in constants else {**kinds, **of_dtype}.get(name, "i32")
-            for name in kernel.arg_names
-        }
+        types = {**kinds, **dict.fromkeys(of_dtype, dtype)}
+        if kernel.__name__.startswith("weighted_sum"):
+            types["mix"] = dtype
+        constexprs = {name: value for name, value in constants.items() if name in kernel.arg_names}
+        signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in kernel.arg_names}
         # what the JIT sees of tensors and sizes at run time
         sizes = ("hidden_size", "token_stride", "mixes_token_stride", "mix_stride")
         aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name in sizes]
         attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+        source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
         options = {"num_warps": triton_kernels.launch_shape(1024)["num_warps"]}
         compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
         assert compiled.asm["cubin"]
