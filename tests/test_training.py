@@ -1,7 +1,7 @@
 """Training: checkpointing, autocast, Trainer and resume, and two processes of DDP, FSDP2 and tensor parallelism."""
 
 import os
-import socket
+import tempfile
 
 import pytest
 import torch
@@ -157,18 +157,15 @@ def test_trainer_with_bf16_and_checkpointing(tmp_path):
 
 
 def on_two_processes(function, *args):
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    torch.multiprocessing.spawn(_in_process, args=(function, port, args), nprocs=2)
+    # They meet in a file, as a port that is free now can be taken when they start
+    with tempfile.TemporaryDirectory() as folder:
+        torch.multiprocessing.spawn(_in_process, args=(function, f"file://{folder}/meeting", args), nprocs=2)
 
 
-def _in_process(rank, function, port, args):
-    os.environ.update(
-        RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port)
-    )
+def _in_process(rank, function, meeting, args):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=2)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     try:
         function(rank, *args)
     finally:
