@@ -159,7 +159,7 @@ class AttnResDepthRead(nn.Module):
         blocks: Sequence[torch.Tensor],
         scores: Sequence[torch.Tensor],
         norm: nn.Module | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
         """
         Args:
             queries: the folded queries of all sites, `[sites, hidden]`.

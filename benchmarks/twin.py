@@ -414,7 +414,7 @@ def report(folder: Path) -> list[Path]:
         lines.append(f"| {key[0]}, {key[1]} | {twin} | {' | '.join(cells)} |")
     for case in dict.fromkeys(record["case"] for record in results.get("peaks", [])):
         of_case = {record["model"]: record["bytes"] for record in results["peaks"] if record["case"] == case}
-        if not of_case[TWIN]:  # not told here, or too small for the system to see
+        if (of_case[TWIN] or 0) < 2**20:  # not told here, or too little for the system to see
             continue
         cells = [f"**{of_case[name] / of_case[TWIN]:.2f}**" for name in names]
         lines.append(f"| {case}, peak memory | {of_case[TWIN] / 2**20:,.0f} MiB | {' | '.join(cells)} |")

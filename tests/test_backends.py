@@ -230,6 +230,7 @@ def test_frozen_norms_and_queries(backend, few_ids):
         assert relative_error(grads[0][name], grads[1][name]) < 5e-5
 
 
+@needs_triton
 def test_norms_that_have_no_kernel():
     """Only a norm that is Llama's itself, and does nothing else."""
     parameters = depth_attention.kernels().rms_norm_parameters

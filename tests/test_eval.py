@@ -358,16 +358,7 @@ def test_two_processes(checkpoints, paper, tmp_path):
     ]
     launchers = {
         "one": [sys.executable, "-m"],
-        "two": [
-            sys.executable,
-            "-m",
-            "torch.distributed.run",
-            "--nproc_per_node",
-            "2",
-            "--master_port",
-            "29613",
-            "-m",
-        ],
+        "two": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "-m"],
     }
     for name, launcher in launchers.items():
         command = [*launcher, "attnres.cli", "eval", *map(str, arguments), "-o", str(tmp_path / name)]

@@ -149,7 +149,7 @@ def test_two_processes_match_one(folder, tmp_path):
     for name, extra in (("ddp", {}), ("fsdp", {"fsdp_size": 2})):
         config = {**base, **extra, "output_dir": str(tmp_path / name), "per_device_train_batch_size": 2}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
-        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29617"]
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone"]
         result = subprocess.run(
             [*torchrun, *command(tmp_path / f"{name}.yaml")[1:]], capture_output=True, text=True, timeout=300
         )
