@@ -24,6 +24,7 @@ import torch
 import triton
 import triton.language as tl
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 
 # Where a sum goes over tokens: some for each multiprocessor of a large GPU, and as many on every other, so that all
@@ -547,6 +548,8 @@ def try_on(device: torch.device, dtype: torch.dtype):
     mixes, negative_lse = read_closed(closed, scores)
     score_of_partial, inverse_rms = score(query, partial, 1.0)
     saved = read(query, scores[:, 0], norm_weight, 1.0, 1.0, sources)
+    norm = LlamaRMSNorm(96, eps=1.0).to(device, dtype)
+    norm.weight.data.copy_(norm_weight)
     actual = {
         "score": [score_of_partial, inverse_rms],
         "score_backward": score_backward(grad_scores, query, partial, inverse_rms, score_of_partial),
@@ -555,29 +558,31 @@ def try_on(device: torch.device, dtype: torch.dtype):
         "read": saved,
         "read_backward": read_backward(grad, grad_weights, query, norm_weight, 1.0, *saved[1:], sources),
         "read_closed": [mixes, negative_lse],
-        "update_and_merge": update_and_merge(query, partial, output, mixes[:, 0], negative_lse[:, :1], shift, None),
+        "update_and_merge": update_and_merge(query, partial, output, mixes[:, 0], negative_lse[:, :1], shift, norm),
     }
 
     updated = (partial + output).double()
     with torch.enable_grad():
         query, scores, weights, norm_weight, *sources = (
-            tensor.double().requires_grad_() for tensor in (query, scores.clone(), weights, norm_weight, *sources)
+            tensor.double().requires_grad_() for tensor in (query, scores, weights, norm_weight, *sources)
         )
 
         def scored(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
             inverse_rms = (source.square().mean(-1, keepdim=True) + 1).rsqrt()
             return source @ query[:, None] * inverse_rms, inverse_rms
 
+        def normed(mix: torch.Tensor) -> torch.Tensor:
+            return mix * (mix.square().mean(-1, keepdim=True) + 1).rsqrt() * norm_weight
+
         values, partial = torch.stack(sources, dim=1), sources[-1]
         of_partial = scored(partial)
         mix = (weights[:, None] @ values)[:, 0]
         read_weights = torch.cat([scores[:, 0], of_partial[0]], dim=-1).softmax(-1)
         read_mix = (read_weights[:, None] @ values)[:, 0]
-        normed = read_mix * (read_mix.square().mean(-1, keepdim=True) + 1).rsqrt() * norm_weight
         shifted = updated @ query[:, None] / (updated.square().sum(-1, keepdim=True) + 1).sqrt()
         merge_weights = torch.cat([scores[:, 0], shifted], dim=-1).softmax(-1)
         grads_of_read = torch.autograd.grad(
-            [normed, read_weights],
+            [normed(read_mix), read_weights],
             [query, scores, norm_weight, *sources],
             [grad.double(), grad_weights.double()],
             retain_graph=True,
@@ -589,11 +594,11 @@ def try_on(device: torch.device, dtype: torch.dtype):
             ),
             "weighted_sum": [mix],
             "weighted_sum_backward": torch.autograd.grad(mix, [weights, *sources], grad.double()),
-            "read": [normed, read_weights, *of_partial],
+            "read": [normed(read_mix), read_weights, *of_partial],
             "read_backward": [grads_of_read[0], grads_of_read[1][:, 0], *grads_of_read[2:]],
             "read_closed": [scores.softmax(-1) @ values[:, :3], -scores.logsumexp(-1)],
             "update_and_merge": [
-                (merge_weights[:, None] @ torch.cat([values[:, :3], updated[:, None]], dim=1))[:, 0],
+                normed((merge_weights[:, None] @ torch.cat([values[:, :3], updated[:, None]], dim=1))[:, 0]),
                 updated,
             ],
         }
