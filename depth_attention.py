@@ -26,6 +26,8 @@ least fp32. The same read is written three times:
   backward pass keeps nothing but the sources and a few numbers. `depth_attention` is one read made of the two.
 - `BlockCache`: the two-phase computation of the paper for inference. Closed blocks are normalised once, read once per
   block by all its queries together (phase 1), and merged with the partial sum at every site (phase 2).
+
+On GPUs kernels take the place of the latter two, see `set_backend` and `triton_kernels`.
 """
 
 import functools

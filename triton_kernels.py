@@ -68,6 +68,19 @@ def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 @triton.jit
+def pointer(table, i, like):
+    """The `i`th address of a table, of the kind of `like`. The compiler cannot know by itself that 16 divides it."""
+    return tl.multiple_of(tl.load(table + i).to(like.dtype), 16)
+
+
+@triton.jit
+def rms_norm(row, weight, eps, hidden_size, like):
+    """Llama's, of a row that is rounded already; rounded where the module rounds, to what `like` points to."""
+    row *= tl.rsqrt(tl.sum(row * row) / hidden_size + eps)
+    return (row.to(like.dtype.element_ty).to(tl.float32) * weight.to(tl.float32)).to(like.dtype.element_ty)
+
+
+@triton.jit
 def score_kernel(query, source, scores, inverse_rms, eps, hidden_size, BLOCK: tl.constexpr):
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -150,7 +163,7 @@ def weighted_sum_kernel(sources, weights, mix, num_sources, hidden_size, BLOCK: 
     place = token * hidden_size + columns
     total = tl.zeros([BLOCK], tl.float32)
     for i in range(num_sources):
-        source = tl.multiple_of(tl.load(sources + i).to(mix.dtype), 16)
+        source = pointer(sources, i, mix)
         weight = tl.load(weights + token * num_sources + i)
         total += weight * tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
     tl.store(mix + place, total.to(mix.dtype.element_ty), mask=inside)
@@ -166,8 +179,8 @@ def weighted_sum_backward_kernel(
     place = token * hidden_size + columns
     grad = tl.load(grad_mix + place, mask=inside, other=0.0).to(tl.float32)
     for i in range(num_sources):
-        source = tl.multiple_of(tl.load(sources + i).to(grad_mix.dtype), 16)
-        grad_source = tl.multiple_of(tl.load(grad_sources + i).to(grad_mix.dtype), 16)
+        source = pointer(sources, i, grad_mix)
+        grad_source = pointer(grad_sources, i, grad_mix)
         weight = tl.load(weights + token * num_sources + i)
         value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
         tl.store(grad_weights + token * num_sources + i, tl.sum(grad * value))
@@ -224,8 +237,7 @@ def read_kernel(
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden_size
     place = token * hidden_size + columns
-    dtype = normed.dtype.element_ty
-    partial = tl.multiple_of(tl.load(sources + num_closed).to(normed.dtype), 16)
+    partial = pointer(sources, num_closed, normed)
     value = tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
     inv_rms = tl.rsqrt(tl.sum(value * value) / hidden_size + eps)
     score = inv_rms * tl.sum(value * tl.load(query + columns, mask=inside, other=0.0).to(tl.float32))
@@ -243,15 +255,20 @@ def read_kernel(
     tl.store(own_weights + num_closed, exponential / normaliser)
     mix = exponential / normaliser * value
     for i in range(num_closed):
-        source = tl.multiple_of(tl.load(sources + i).to(normed.dtype), 16)
+        source = pointer(sources, i, normed)
         weight = tl.exp(tl.load(scores + token * num_closed + i) - largest) / normaliser
         mix += weight * tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
 
-    # rounded where the modules round
-    mix = mix.to(dtype).to(tl.float32)
-    mix *= tl.rsqrt(tl.sum(mix * mix) / hidden_size + norm_eps)
-    result = mix.to(dtype).to(tl.float32) * tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
-    tl.store(normed + place, result.to(dtype), mask=inside)
+    mix = mix.to(normed.dtype.element_ty).to(tl.float32)
+    norm = tl.load(norm_weight + columns, mask=inside, other=0.0)
+    tl.store(normed + place, rms_norm(mix, norm, norm_eps, hidden_size, normed), mask=inside)
+
+
+@triton.jit
+def softmax_backward(weight, grad_above_mean, given_grad, HAS_GRAD_WEIGHTS: tl.constexpr):
+    if HAS_GRAD_WEIGHTS:
+        grad_above_mean += tl.load(given_grad)
+    return weight * grad_above_mean
 
 
 @triton.jit
@@ -275,7 +292,7 @@ def read_backward_kernel(
         # The mix and its norm again
         mix = tl.zeros([BLOCK], tl.float32)
         for i in range(num_closed + 1):
-            source = tl.multiple_of(tl.load(sources + i).to(grad_normed.dtype), 16)
+            source = pointer(sources, i, grad_normed)
             mix += tl.load(own_weights + i) * tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
         rounded = mix.to(dtype).to(tl.float32)
         inv_rms = tl.rsqrt(tl.sum(rounded * rounded) / hidden_size + norm_eps)
@@ -288,33 +305,30 @@ def read_backward_kernel(
         grad_mix = grad_mix.to(dtype).to(tl.float32)
 
         # Softmax: the gradient of a score is weight * (gradient of the weight - the mean of these)
+        own_grads = grad_weights + token * (num_closed + 1)
         mean = tl.sum(grad_mix * mix)
         if HAS_GRAD_WEIGHTS:
             given = tl.arange(0, SOURCES)
             is_source = given <= num_closed
-            own_grads = tl.load(grad_weights + token * (num_closed + 1) + given, mask=is_source, other=0.0)
-            mean += tl.sum(own_grads * tl.load(own_weights + given, mask=is_source, other=0.0))
+            given_grads = tl.load(own_grads + given, mask=is_source, other=0.0)
+            mean += tl.sum(given_grads * tl.load(own_weights + given, mask=is_source, other=0.0))
         for i in range(num_closed):
-            source = tl.multiple_of(tl.load(sources + i).to(grad_normed.dtype), 16)
-            grad_source = tl.multiple_of(tl.load(grad_sources + i).to(grad_normed.dtype), 16)
+            source = pointer(sources, i, grad_normed)
+            grad_source = pointer(grad_sources, i, grad_normed)
             weight = tl.load(own_weights + i)
             value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
-            grad_weight = tl.sum(grad_mix * value) - mean
-            if HAS_GRAD_WEIGHTS:
-                grad_weight += tl.load(grad_weights + token * (num_closed + 1) + i)
-            tl.store(grad_scores + token * num_closed + i, weight * grad_weight)
+            grad_score = softmax_backward(weight, tl.sum(grad_mix * value) - mean, own_grads + i, HAS_GRAD_WEIGHTS)
+            tl.store(grad_scores + token * num_closed + i, grad_score)
             tl.store(grad_source + place, (weight * grad_mix).to(dtype), mask=inside)
 
         # The partial sum is in the mix and in its own score, see `score_backward_kernel`
-        partial = tl.multiple_of(tl.load(sources + num_closed).to(grad_normed.dtype), 16)
-        grad_partial = tl.multiple_of(tl.load(grad_sources + num_closed).to(grad_normed.dtype), 16)
+        partial = pointer(sources, num_closed, grad_normed)
+        grad_partial = pointer(grad_sources, num_closed, grad_normed)
         weight = tl.load(own_weights + num_closed)
         value = tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
-        grad_weight = tl.sum(grad_mix * value) - mean
-        if HAS_GRAD_WEIGHTS:
-            grad_weight += tl.load(grad_weights + token * (num_closed + 1) + num_closed)
+        to_query = softmax_backward(weight, tl.sum(grad_mix * value) - mean, own_grads + num_closed, HAS_GRAD_WEIGHTS)
         inv_rms = tl.load(inverse_rms + token)
-        to_query = weight * grad_weight * inv_rms
+        to_query *= inv_rms
         to_source = -to_query * inv_rms * tl.load(score_of_partial + token) / hidden_size
         total = weight * grad_mix + to_query * wide_query + to_source * value
         tl.store(grad_partial + place, total.to(dtype), mask=inside)
@@ -469,10 +483,8 @@ def update_and_merge_kernel(
     closed = tl.load(mix + token * mix_stride + columns, mask=inside, other=0.0)
     total = (closed + alpha * (value - closed)).to(dtype)
     if HAS_NORM:
-        total = total.to(tl.float32)
-        total *= tl.rsqrt(tl.sum(total * total) / hidden_size + norm_eps)
-        weight = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
-        total = (total.to(dtype).to(tl.float32) * weight).to(dtype)
+        norm = tl.load(norm_weight + columns, mask=inside, other=0.0)
+        total = rms_norm(total.to(tl.float32), norm, norm_eps, hidden_size, merged)
     tl.store(merged + place, total, mask=inside)
 
 
