@@ -282,9 +282,33 @@ def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: n
     return NormOfWeightedSum.apply(norm, weights, *sources, *trainable_parameters(norm))
 
 
+def rms_norm_parameters(norm: nn.Module | None, dtype: torch.dtype) -> tuple[torch.Tensor, float] | None:
+    """Weight and epsilon of a norm that is Llama's RMSNorm, and has nothing hooked to it; `None` otherwise.
+
+    Not in fp64, of which that one rounds to fp32 first.
+
+    `variance_epsilon` is what that one calls its epsilon in transformers; a (1 + weight) one calls it `eps`.
+    """
+    if norm is None or dtype == torch.float64:
+        return None
+    # Its own, as a wrapper (PEFT's, of a norm that is trained) shows those of what it wraps
+    own = vars(norm)
+    if "variance_epsilon" not in own or "forward" in own:
+        return None
+    # Others (Liger's, put in its place) have options
+    if not type(norm).__module__.startswith("transformers.models."):
+        return None
+    if norm._forward_pre_hooks or norm._forward_hooks or norm._backward_pre_hooks or norm._backward_hooks:
+        return None
+    weight = own["_parameters"].get("weight", own.get("weight"))
+    if type(weight) not in (nn.Parameter, torch.Tensor) or weight.dtype != dtype:
+        return None
+    return weight, norm.variance_epsilon
+
+
 def has_kernel(norm: nn.Module | None, partial: torch.Tensor) -> bool:
     """Whether `read_and_norm` can do this norm behind a read."""
-    return use_kernels(partial) and kernels().rms_norm_parameters(norm, partial.dtype) is not None
+    return use_kernels(partial) and rms_norm_parameters(norm, partial.dtype) is not None
 
 
 class ReadAndNorm(torch.autograd.Function):
@@ -329,7 +353,7 @@ def read_and_norm(
     Returns:
         The normed mix, `[batch, seq, hidden]`, and the weights, `[batch, seq, sources]`.
     """
-    weight, norm_eps = kernels().rms_norm_parameters(norm, sources[-1].dtype)
+    weight, norm_eps = rms_norm_parameters(norm, sources[-1].dtype)
     return ReadAndNorm.apply(query, torch.stack(scores, dim=-1), weight, norm_eps, eps, *sources)
 
 
@@ -340,16 +364,17 @@ def depth_attention(query: torch.Tensor, sources: list[torch.Tensor], eps: float
     return mix_and_norm(weights, sources, norm=None), weights
 
 
-def key_length(wide_values: torch.Tensor, shift: torch.Tensor | float) -> torch.Tensor | float:
+def key_length(wide_values: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
     """`sqrt(hidden) * rms` over the last dimension, `[..., hidden]` -> `[..., 1]`; `shift` is `sqrt(hidden * eps)`.
 
-    Two operations, where `inverse_rms` is five: what a step of decoding costs is the number of operations. Of a single
-    token and a number `shift` it is a number.
+    Two operations, where `inverse_rms` is five: what a step of decoding costs is the number of operations.
     """
-    if isinstance(shift, float):
-        vector = wide_values.view(-1)
-        return max(math.hypot(math.sqrt(torch.dot(vector, vector).item()), shift), sys.float_info.min)
     return torch.hypot(torch.linalg.vector_norm(wide_values, dim=-1, keepdim=True), shift)
+
+
+def length_of_one_token(wide_vector: torch.Tensor, shift: float) -> float:
+    """`key_length` of a vector, `[hidden]`, as a number."""
+    return math.sqrt(torch.dot(wide_vector, wide_vector).item() + shift * shift) or sys.float_info.min
 
 
 def read_closed(values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | None = None):
@@ -382,24 +407,14 @@ def merge_partial(
         partial: partial sum of the open block, `[..., hidden]`.
         mix, negative_lse: results of phase 1 at this site, `[..., hidden]` and `[..., 1]`.
         shift: see `key_length`.
+
+    Returns:
+        `[..., hidden]`, of the dtype of `mix`.
     """
     wide_partial = partial if partial.dtype == mix.dtype else partial.to(mix.dtype)
     score = wide_partial @ query.unsqueeze(-1)
     alpha = torch.addcdiv(negative_lse, score, key_length(wide_partial, shift)).sigmoid_()
-    merged = torch.lerp(mix, wide_partial, alpha)
-    return merged if partial.dtype == mix.dtype else merged.to(partial.dtype)
-
-
-def merge_partial_of_one_token(
-    query: torch.Tensor, partial: torch.Tensor, mix: torch.Tensor, negative_lse: float, shift: float
-) -> torch.Tensor:
-    """`merge_partial` for a single token on a CPU: with numbers it is half as many operations on tensors."""
-    wide_partial = partial if partial.dtype == mix.dtype else partial.to(mix.dtype)
-    score = torch.dot(wide_partial.view(-1), query).item() / key_length(wide_partial, shift) + negative_lse
-    # by the exponential that cannot overflow
-    alpha = 1 / (1 + math.exp(-score)) if score > 0 else 1 - 1 / (1 + math.exp(score))
-    merged = torch.lerp(mix, wide_partial, alpha)
-    return merged if partial.dtype == mix.dtype else merged.to(partial.dtype)
+    return torch.lerp(mix, wide_partial, alpha)
 
 
 def add(partial: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
@@ -418,12 +433,16 @@ class BlockCache:
     never normalised again. Depth attention is per token, so nothing in here outlives a forward pass but the buffers,
     which the next one of the same shape reuses. For inference only: the buffers are written in place.
 
+    A single token on a CPU is read with scores that are numbers, as its time goes into operations and calls and not
+    into arithmetic: half as many operations on tensors, and few functions.
+
     As a sequence it gives the closed blocks, each `[batch, seq, hidden]`.
     """
 
     def __init__(self):
         self.layout = None
         self.num_closed = 0
+        self.scores_of_one_token = []
 
     @classmethod
     def beside(cls, kv_cache) -> "BlockCache":
@@ -452,31 +471,38 @@ class BlockCache:
         self.rewind(0)
 
     def _allocate(self, partial: torch.Tensor, num_sites: int):
+        """Buffers, and every part of one that is ever asked for, as a step of decoding takes time even for a view."""
         *tokens, hidden_size = self.shape
         num_tokens, num_blocks = math.prod(tokens), 1 + (num_sites - 1) // self.block_size
         wide = torch.promote_types(partial.dtype, torch.float32)
+        is_one_token = num_tokens == 1 and partial.device.type == "cpu"
+        self.is_one_token = is_one_token and not use_kernels(partial) and not is_tracing(partial)
         self.values = partial.new_empty(num_tokens, num_blocks, hidden_size)
-        self.scores = partial.new_empty(num_tokens, num_blocks, num_sites, dtype=wide)
         self.mixes = partial.new_empty(num_tokens, min(self.block_size, num_sites), hidden_size, dtype=wide)
         self.queries = partial.new_empty(num_sites, hidden_size, dtype=wide)
-        self._prepare()
-
-    def _prepare(self):
-        """Every part of a buffer that is ever asked for, as a step of decoding takes time even for a view."""
-        is_one_token = len(self.values) == 1 and self.values.device.type == "cpu"
-        self.with_numbers = is_one_token and not use_kernels(self.values) and not is_tracing(self.values)
-        self.shift = (self.shape[-1] * self.eps) ** 0.5
-        if not self.with_numbers:
-            self.shift = self.queries.new_full((), self.shift)
+        self.scores = partial.new_empty(num_tokens, num_blocks, num_sites, dtype=wide)
+        self.zero = self.queries.new_zeros(hidden_size)
+        self.shifts = {}
+        self.shift = self._shift(self.eps)
         self.site_queries = self.queries.unbind(0)
         self.site_mixes = self._by_site(self.mixes)
         self.closing, self.reading = [], []
-        num_sites = len(self.queries)
         for block, first in enumerate(range(0, num_sites, self.block_size)):
             end = min(first + self.block_size, num_sites)
-            self.closing.append((self.values[:, block], self.queries[first:].mT, self.scores[:, block, first:]))
-            scores = self.scores[:, : block + 1, first:end].mT
-            self.reading.append((self.values[:, : block + 1], scores, self.mixes[:, : end - first]))
+            values, mixes = self.values[:, : block + 1], self.mixes[:, : end - first]
+            if self.is_one_token:
+                self.closing.append((values[0, block], self.queries[first:]))
+                self.reading.append((values[0], range(first - num_sites, end - num_sites), mixes[0]))
+            else:
+                self.closing.append((values[:, block], self.queries[first:].mT, self.scores[:, block, first:]))
+                self.reading.append((values, self.scores[:, : block + 1, first:end].mT, mixes))
+
+    def _shift(self, eps: float) -> torch.Tensor | float:
+        """See `key_length`."""
+        if eps not in self.shifts:
+            shift = (self.shape[-1] * eps) ** 0.5
+            self.shifts[eps] = shift if self.is_one_token else self.queries.new_full((), shift)
+        return self.shifts[eps]
 
     def _by_site(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`[tokens, sites, n]` as one `[batch, seq, n]` per site."""
@@ -486,6 +512,7 @@ class BlockCache:
         """Forget what was closed at `site` or later."""
         self.num_closed = num_sources(site, self.block_size) - 1
         self.open_block = None
+        del self.scores_of_one_token[self.num_closed :]
 
     def __len__(self) -> int:
         return self.num_closed
@@ -498,6 +525,9 @@ class BlockCache:
     def append(self, block: torch.Tensor):
         """Close a block, `[batch, seq, hidden]`: keep it, and its scores for every site that can still read it."""
         self._follow(block.device)
+        if self.is_one_token:
+            vector = block.to(self.queries.dtype).view(-1)
+            return self._append_one_token(vector, length_of_one_token(vector, self.shift))
         if torch.is_autocast_enabled(block.device.type):
             with torch.autocast(block.device.type, enabled=False):
                 return self.append(block)
@@ -526,12 +556,14 @@ class BlockCache:
             The normed mix, and the partial sum with the output; `None` at the first site of a block, which closes it.
         """
         source = output if partial is None else partial
-        device_type = source.device.type
-        if torch.is_autocast_enabled(device_type):
-            with torch.autocast(device_type, enabled=False):
+        if self.is_one_token and source.is_cpu:
+            return self._read_one_token(site, source if output is None or partial is None else partial + output, norm)
+        device = source.device
+        if torch.is_autocast_enabled(device.type):
+            with torch.autocast(device.type, enabled=False):
                 mix, partial = self.read(site, partial, output)
             return mix if norm is None else norm(mix), partial
-        self._follow(source.device)
+        self._follow(device)
         block, offset = divmod(site, self.block_size)
         if offset == 0:
             closing, partial = partial if output is None else add(partial, output), None
@@ -541,16 +573,27 @@ class BlockCache:
         mix = self.mix[offset]
         if offset == 0:
             # Out of the buffer, which the next block overwrites
-            mix = mix.to(closing.dtype, copy=self.buffered)
-            return mix if norm is None else norm(mix), None
+            return self._normed(mix, norm, closing.dtype, copy=self.buffered), None
         query, negative_lse = self.site_queries[site], self.negative_lse[offset]
         if use_kernels(source):
             return kernels().update_and_merge(query, partial, output, mix, negative_lse, self.shift, norm)
         if output is not None:
             partial = add(partial, output)
-        merge = merge_partial_of_one_token if self.with_numbers else merge_partial
-        mix = merge(query, partial, mix, negative_lse, self.shift)
-        return mix if norm is None else norm(mix), partial
+        mix = merge_partial(query, partial, mix, negative_lse, self.shift)
+        return self._normed(mix, norm, partial.dtype), partial
+
+    def _normed(self, mix: torch.Tensor, norm: nn.Module | None, dtype: torch.dtype, copy: bool = False):
+        """The mix in the model's dtype and normed, if there is a norm.
+
+        Llama's RMSNorm is eight operations as a module, which is more than the read in front of it.
+        """
+        parameters = None if torch.compiler.is_compiling() else rms_norm_parameters(norm, dtype)
+        if parameters is None:
+            mix = mix.to(dtype, copy=copy)
+            return mix if norm is None else norm(mix)
+        weight, eps = parameters
+        rms = key_length(mix, self._shift(eps)) * mix.shape[-1] ** -0.5
+        return (mix / rms).to(dtype).mul_(weight)
 
     def _read_closed(self, block: int):
         values, scores, out = self.reading[block]
@@ -561,17 +604,69 @@ class BlockCache:
         self.buffered = scores.shape[1] > 1 and not torch.compiler.is_compiling()
         mix, negative_lse = read_closed(values, scores, out=out if self.buffered else None)
         self.mix = self.site_mixes if mix is out else self._by_site(mix)
-        if self.with_numbers:
-            (self.negative_lse,) = negative_lse.tolist()
+        self.negative_lse = self._by_site(negative_lse.unsqueeze(-1))
+        self.open_block = block
+
+    def _read_one_token(self, site: int, source: torch.Tensor, norm: nn.Module | None):
+        dtype, shift = source.dtype, self.shift
+        wide_source = source if dtype == self.mixes.dtype else source.to(self.mixes.dtype)
+        vector = wide_source.view(-1)
+        length = math.sqrt(torch.dot(vector, vector).item() + shift * shift) or sys.float_info.min
+        block, offset = divmod(site, self.block_size)
+        if offset == 0:
+            self._append_one_token(vector, length)
+        if self.open_block != block:
+            self._read_closed_of_one_token(block)
+        mix, partial = self.mix[offset], None
+        if offset:
+            score = torch.dot(vector, self.site_queries[site]).item() / length + self.negative_lse[offset]
+            # by the exponential that cannot overflow
+            alpha = 1 / (1 + math.exp(-score)) if score > 0 else 1 - 1 / (1 + math.exp(score))
+            mix, partial = torch.lerp(mix, wide_source, alpha), source
+        parameters = rms_norm_parameters(norm, dtype)
+        if parameters is None:
+            mix = mix.to(dtype, copy=offset == 0)  # out of the buffer, which the next block overwrites
+            return mix if norm is None else norm(mix), partial
+        weight, eps = parameters
+        vector = mix.view(-1)
+        rms = math.sqrt(torch.dot(vector, vector).item() / vector.shape[0] + eps)
+        # A product of three in one operation, whose number has to fit fp32
+        normed = torch.addcmul(self.zero, mix, weight, value=1 / max(rms, 1e-37))
+        return normed if dtype == normed.dtype else normed.to(dtype), partial
+
+    def _append_one_token(self, vector: torch.Tensor, length: float):
+        values, queries = self.closing[self.num_closed]
+        values.copy_(vector)
+        self.scores_of_one_token.append([product / length for product in torch.mv(queries, vector).tolist()])
+        self.num_closed += 1
+
+    def _read_closed_of_one_token(self, block: int):
+        values, sites, out = self.reading[block]
+        if self.num_closed == 1:  # a softmax over one source is 1
+            (scores,) = self.scores_of_one_token
+            self.mix = [values.to(out.dtype).view(self.shape)] * len(sites)
+            self.negative_lse = [-scores[site] for site in sites]
         else:
-            self.negative_lse = self._by_site(negative_lse.unsqueeze(-1))
+            weights, self.negative_lse = [], []
+            for site in sites:
+                scores = [of_block[site] for of_block in self.scores_of_one_token]
+                largest = max(scores)
+                exponentials = [math.exp(score - largest) for score in scores]
+                total = sum(exponentials)
+                weights.append([exponential / total for exponential in exponentials])
+                self.negative_lse.append(-largest - math.log(total))
+            values = values[: self.num_closed].to(out.dtype)
+            torch.mm(torch.tensor(weights, dtype=out.dtype), values, out=out)
+            self.mix = self.site_mixes
         self.open_block = block
 
     def _follow(self, device: torch.device):
         """Move along when the layers go on on another device: every closed block is copied there once."""
         if device == self.values.device:
             return
-        for name in ("values", "scores", "mixes", "queries"):
-            setattr(self, name, getattr(self, name).to(device))
-        self._prepare()
-        self.open_block = None
+        closed, queries = [block.to(device) for block in self], self.queries
+        self._allocate(self.values.new_empty(0, device=device), len(queries))
+        self.queries.copy_(queries)
+        self.rewind(0)
+        for block in closed:
+            self.append(block)

@@ -26,6 +26,8 @@ import triton.language as tl
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
+from .depth_attention import rms_norm_parameters
+
 
 # Where a sum goes over tokens: some for each multiprocessor of a large GPU, and as many on every other, so that all
 # add up in the same order
@@ -486,21 +488,6 @@ def update_and_merge_kernel(
         norm = tl.load(norm_weight + columns, mask=inside, other=0.0)
         total = rms_norm(total.to(tl.float32), norm, norm_eps, hidden_size, merged)
     tl.store(merged + place, total, mask=inside)
-
-
-def rms_norm_parameters(norm: nn.Module | None, dtype: torch.dtype) -> tuple[torch.Tensor, float] | None:
-    """Weight and epsilon of a norm that is Llama's RMSNorm, and has nothing hooked to it; `None` otherwise.
-
-    `variance_epsilon` is what that one calls its epsilon in transformers; a (1 + weight) one calls it `eps`.
-    """
-    # Of its own, as a wrapper (PEFT's, of a norm that is trained) shows that of what it wraps
-    if norm is None or "variance_epsilon" not in vars(norm) or "forward" in vars(norm):
-        return None
-    if any((norm._forward_pre_hooks, norm._forward_hooks, norm._backward_pre_hooks, norm._backward_hooks)):
-        return None
-    if type(norm.weight) not in (nn.Parameter, torch.Tensor) or norm.weight.dtype != dtype:
-        return None
-    return norm.weight, norm.variance_epsilon
 
 
 def update_and_merge(

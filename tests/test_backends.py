@@ -230,16 +230,23 @@ def test_frozen_norms_and_queries(backend, few_ids):
         assert relative_error(grads[0][name], grads[1][name]) < 5e-5
 
 
-@needs_triton
-def test_norms_that_have_no_kernel():
-    """Only a norm that is Llama's itself, and does nothing else."""
-    parameters = depth_attention.kernels().rms_norm_parameters
+def test_norms_that_are_left_to_their_module():
+    """Only a norm that is Llama's itself, and does nothing else, is computed with the read."""
+
+    class NormWithOptions(LlamaRMSNorm):
+        offset = 1.0
+
+    parameters = depth_attention.rms_norm_parameters
     norm = LlamaRMSNorm(8)
     weight, eps = parameters(norm, torch.float32)
     assert weight is norm.weight and eps == norm.variance_epsilon
     assert parameters(None, torch.float32) is None
     assert parameters(GemmaRMSNorm(8), torch.float32) is None
     assert parameters(norm, torch.bfloat16) is None
+    assert parameters(NormWithOptions(8), torch.float32) is None
+    assert parameters(LlamaRMSNorm(8).double(), torch.float64) is None
+    parametrised = nn.utils.parametrize.register_parametrization(LlamaRMSNorm(8), "weight", nn.Identity())
+    assert parameters(parametrised, torch.float32) is None
     assert parameters(ModulesToSaveWrapper(norm, "default"), torch.float32) is None
     for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
         handle = getattr(norm, f"register_{register}")(lambda *args: None)
@@ -303,7 +310,7 @@ def test_kernels(backend, count, hidden_size, dtype, monkeypatch):
         if module is kernels:
             merged, _ = module.update_and_merge(query, sources[0], None, mix, lse, shift, None)
         else:
-            merged = module.merge_partial(query, sources[0], mix, lse, shift)
+            merged = module.merge_partial(query, sources[0], mix, lse, shift).to(dtype)
         mixed = module.weighted_sum(weights, sources)
         inputs = [query[None].clone().requires_grad_(), sources[0].clone().requires_grad_()]
         one_score = depth_attention.source_scores(*inputs, 1e-6)

@@ -6,6 +6,7 @@ import pytest
 import torch
 from tiny_models import convert, randomize_queries, reference_hidden_states, relative_error, tiny_base_model
 from torch import nn
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres.depth_attention import (
     BlockCache,
@@ -110,6 +111,33 @@ def test_one_token_is_as_several(scale, eps):
         torch.testing.assert_close(*reads, equal_nan=True, rtol=2e-5, atol=1e-6)
 
 
+@pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30, float("inf"), float("nan")])
+@pytest.mark.parametrize("eps", [EPS, 0.0])
+def test_norm_of_one_token_does_not_raise(scale, eps):
+    norm, source = LlamaRMSNorm(7, eps), torch.ones(1, 1, 7) * scale
+    cache = BlockCache()
+    cache.start(torch.zeros(2, 7), source, 2, EPS)
+    read, _ = cache.read(0, source, norm=norm)
+    if eps or scale >= 1:  # the norm of nothing at no epsilon is 0 / 0
+        torch.testing.assert_close(read, norm(source), equal_nan=True)
+
+
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 7)], ids=["tokens", "one token"])
+def test_layers_that_go_on_on_another_device(shape):
+    """As far as a CPU can tell, which is another device than itself by number."""
+    *closed, partial = random_sources(3, torch.float32, shape)
+    query, cache = torch.randn(7), BlockCache()
+    cache.start(query.expand(5, -1), partial, 2, EPS)
+    for block in closed:
+        cache.append(block)
+    expected, _ = cache.read(3, partial)
+    pointer = cache.values.data_ptr()
+    cache._follow(torch.device("cpu:0"))
+    mix, _ = cache.read(3, partial)
+    assert torch.equal(mix, expected) and cache.values.data_ptr() != pointer
+    assert all(map(torch.equal, cache, closed))
+
+
 def test_no_tokens():
     sources, queries = random_sources(3, torch.float32, shape=(0, 5, 7)), torch.randn(3, 7)
     assert depth_attention(queries[2], sources, EPS)[0].shape == (0, 5, 7)
@@ -148,8 +176,9 @@ def test_a_bad_token_stays_alone(bad):
         assert is_bad[1, 2] and is_bad.sum() == 1
 
 
-def test_autocast_leaves_scores_in_fp32():
-    sources, query = random_sources(3, torch.float32), torch.randn(7)
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 7)], ids=["tokens", "one token"])
+def test_autocast_leaves_scores_in_fp32(shape):
+    sources, query = random_sources(3, torch.float32, shape), torch.randn(7)
     expected, _ = depth_attention(query, sources, EPS)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual, _ = depth_attention(query, sources, EPS)
@@ -157,8 +186,12 @@ def test_autocast_leaves_scores_in_fp32():
         cache.start(query.expand(3, -1), sources[0], 8, EPS)
         cache.read(0, sources[0])
         merged, _ = cache.read(1, sources[1])
+        cache.start(query.expand(3, -1), sources[0], 1, EPS)
+        cache.read(0, sources[0])
+        closed, _ = cache.read(1, sources[1])
     assert torch.equal(actual, expected)
     torch.testing.assert_close(merged, depth_attention(query, sources[:2], EPS)[0])
+    torch.testing.assert_close(closed, merged)
 
 
 @pytest.mark.parametrize("autocast", [False, True])

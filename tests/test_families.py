@@ -13,12 +13,32 @@ from tiny_models import (
 )
 from transformers import AutoConfig
 
-from attnres import AttnResConfig, AttnResForCausalLM
+from attnres import AttnResConfig, AttnResForCausalLM, BlockCache
 from attnres.configuration_attnres import BASE_FAMILIES, REFUSED_FAMILIES
 
 
 # 4 layers are 8 sublayers: Full, one layer a block, a boundary inside a layer and a short end, one block, a short end
 BLOCK_SIZES = [1, 2, 3, 8, 5]
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 2e-6), (torch.bfloat16, 2e-2)])
+@pytest.mark.parametrize("num_tokens", [1, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norm_behind_a_read(family, num_tokens, dtype, tolerance):
+    """Where it is not the module, the block cache has the same numbers from fewer operations."""
+    norm = tiny_base_model(family).to(dtype).model.layers[0].input_layernorm
+    first, second = torch.randn(2, 1, num_tokens, 32, dtype=dtype)
+    cache, queries = BlockCache(), torch.randn(3, 32)
+    reads = []
+    with torch.no_grad():
+        for of_cache in (norm, None):
+            cache.start(queries, first, 2, 1e-6)
+            at_start, _ = cache.read(0, first, norm=of_cache)
+            inside, partial = cache.read(1, None, second, norm=of_cache)
+            closing, _ = cache.read(2, partial, second, norm=of_cache)
+            reads.append([at_start, inside, closing])
+        for fused, mix in zip(*reads):
+            assert fused.dtype == dtype and relative_error(fused, norm(mix)) < tolerance
 
 
 def test_every_family_is_tested():

@@ -93,7 +93,8 @@ def test_offload(kind, queries, input_ids, tmp_path):
         tmp_path / "model", device_map=device_map, offload_folder=tmp_path / "offload"
     )
     with torch.no_grad():
-        assert torch.equal(offloaded(input_ids).logits, model(input_ids).logits)
+        # Norms whose weight is fetched for them are called as modules, elsewhere they are part of the read
+        assert relative_error(offloaded(input_ids).logits, model(input_ids).logits) < 2e-6
     assert torch.equal(
         offloaded.generate(input_ids, max_new_tokens=4, do_sample=False),
         model.generate(input_ids, max_new_tokens=4, do_sample=False),
