@@ -285,9 +285,8 @@ def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: n
 def rms_norm_parameters(norm: nn.Module | None, dtype: torch.dtype) -> tuple[torch.Tensor, float] | None:
     """Weight and epsilon of a norm that is Llama's RMSNorm, and has nothing hooked to it; `None` otherwise.
 
-    Not in fp64, of which that one rounds to fp32 first.
-
-    `variance_epsilon` is what that one calls its epsilon in transformers; a (1 + weight) one calls it `eps`.
+    `variance_epsilon` is what that one calls its epsilon in transformers; a (1 + weight) one calls it `eps`. Never in
+    fp64, which that one rounds to fp32.
     """
     if norm is None or dtype == torch.float64:
         return None
@@ -585,7 +584,7 @@ class BlockCache:
     def _normed(self, mix: torch.Tensor, norm: nn.Module | None, dtype: torch.dtype, copy: bool = False):
         """The mix in the model's dtype and normed, if there is a norm.
 
-        Llama's RMSNorm is eight operations as a module, which is more than the read in front of it.
+        Llama's RMSNorm is eight operations as a module, more than the read in front of it, and five here.
         """
         parameters = None if torch.compiler.is_compiling() else rms_norm_parameters(norm, dtype)
         if parameters is None:
@@ -608,10 +607,11 @@ class BlockCache:
         self.open_block = block
 
     def _read_one_token(self, site: int, source: torch.Tensor, norm: nn.Module | None):
-        dtype, shift = source.dtype, self.shift
+        """`read` of the partial sum with the output, straight on."""
+        dtype = source.dtype
         wide_source = source if dtype == self.mixes.dtype else source.to(self.mixes.dtype)
         vector = wide_source.view(-1)
-        length = math.sqrt(torch.dot(vector, vector).item() + shift * shift) or sys.float_info.min
+        length = length_of_one_token(vector, self.shift)
         block, offset = divmod(site, self.block_size)
         if offset == 0:
             self._append_one_token(vector, length)
@@ -642,9 +642,11 @@ class BlockCache:
 
     def _read_closed_of_one_token(self, block: int):
         values, sites, out = self.reading[block]
+        # Not all of them are closed where the last site is read in the middle of the stack
+        values = values[: self.num_closed].to(out.dtype)
         if self.num_closed == 1:  # a softmax over one source is 1
             (scores,) = self.scores_of_one_token
-            self.mix = [values.to(out.dtype).view(self.shape)] * len(sites)
+            self.mix = [values.view(self.shape)] * len(sites)
             self.negative_lse = [-scores[site] for site in sites]
         else:
             weights, self.negative_lse = [], []
@@ -655,7 +657,6 @@ class BlockCache:
                 total = sum(exponentials)
                 weights.append([exponential / total for exponential in exponentials])
                 self.negative_lse.append(-largest - math.log(total))
-            values = values[: self.num_closed].to(out.dtype)
             torch.mm(torch.tensor(weights, dtype=out.dtype), values, out=out)
             self.mix = self.site_mixes
         self.open_block = block

@@ -93,6 +93,18 @@ def test_block_cache_matches_definition(shape, block_size, dtype):
     assert cache.values.data_ptr() == pointer
 
 
+@pytest.mark.parametrize("num_closed", [1, 2])
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 7)], ids=["tokens", "one token"])
+def test_the_last_site_is_read_in_the_middle_of_the_stack(shape, num_closed):
+    *closed, partial = random_sources(1 + num_closed, torch.float32, shape)
+    queries, cache = torch.randn(8, 7), BlockCache()
+    cache.start(queries, partial, 2, EPS)
+    for block in closed:
+        cache.append(block)
+    expected, _ = depth_attention_reference(queries[7], [*closed, partial], EPS)
+    torch.testing.assert_close(cache.read(7, partial)[0], expected)
+
+
 @pytest.mark.parametrize("scale", [0.0, 3.0, 1e3, -1e3, float("inf"), float("nan")])
 @pytest.mark.parametrize("eps", [EPS, 0.0])
 def test_one_token_is_as_several(scale, eps):
