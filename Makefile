@@ -1,5 +1,6 @@
 # make demo   the main job, offline, on a CPU, in minutes
-# make test   the whole test suite
+# make test   the test suite
+# make test-all   what it leaves out because it takes long
 # make lint   ruff and transformers' modelling rules
 # make test-5.19   what has to hold on transformers 5.19 as well, in an environment of its own
 # Each sets up .venv first if it is missing or older than what it is made from.
@@ -10,13 +11,16 @@ VENV := .venv
 TRITON := 3.9.0
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-5.19 lint clean
+.PHONY: demo test test-all test-5.19 lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/attnres demo
 
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2
+
+test-all: $(VENV)/installed-dev
+	$(BIN)/python -m pytest -n 2 -m slow
 
 test-5.19: $(VENV)-5.19/installed
 	$(VENV)-5.19/bin/python -m pytest -n 2 -p no:cacheprovider tests/test_conversion.py \
