@@ -1,6 +1,9 @@
 # make demo   the main job, offline, on a CPU, in minutes
 # make test   the test suite
 # make test-all   what it leaves out because it takes long
+# make test-transformers TRANSFORMERS=DIR   transformers' own model tests, from a checkout of transformers in DIR, on the
+#   model of BASE (llama) and BLOCK_SIZE (2); RUN_SLOW=1 runs those that take long as well
+# make test-transformers-mixins   the part of them that transformers' source distribution carries
 # make lint   ruff and transformers' modelling rules
 # make test-5.19   what has to hold on transformers 5.19 as well, in an environment of its own
 # Each sets up .venv first if it is missing or older than what it is made from.
@@ -11,7 +14,15 @@ VENV := .venv
 TRITON := 3.9.0
 BIN := $(VENV)/bin
 
-.PHONY: demo test test-all test-5.19 lint clean
+BASE ?= llama
+BLOCK_SIZE ?= 2
+RUN_SLOW ?= 0
+# As transformers' own tests are run, and without the settings of ours
+SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVERSION=true OMP_NUM_THREADS=1 \
+	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE)
+SUITE_OPTIONS := -q -n 2 -o addopts= -p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning --timeout 900 -rfE
+
+.PHONY: demo test test-all test-transformers test-transformers-mixins test-5.19 lint clean
 
 demo: $(VENV)/installed
 	$(BIN)/attnres demo
@@ -21,6 +32,15 @@ test: $(VENV)/installed-dev
 
 test-all: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2 -m slow
+
+test-transformers: $(VENV)/installed-suite
+	@test -f "$(TRANSFORMERS)/tests/causal_lm_tester.py" || \
+		{ echo "TRANSFORMERS=$(TRANSFORMERS) is not a checkout of transformers: name the folder that holds one"; exit 2; }
+	TRANSFORMERS="$(abspath $(TRANSFORMERS))" $(SUITE) $(BIN)/python -m pytest $(SUITE_OPTIONS) tests/transformers_suite/suite.py
+
+test-transformers-mixins: $(VENV)/installed-suite $(VENV)/transformers
+	TRANSFORMERS="$(abspath $(VENV)/transformers)" $(SUITE) \
+		$(BIN)/python -m pytest $(SUITE_OPTIONS) tests/transformers_suite/suite.py
 
 test-5.19: $(VENV)-5.19/installed
 	$(VENV)-5.19/bin/python -m pytest -n 2 -p no:cacheprovider tests/test_conversion.py \
@@ -38,6 +58,21 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt triton==$(TRITON) --editable ".[dev]"
+	touch $@
+
+$(VENV)/installed-suite: $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt expecttest httpx parameterized timeout-decorator
+	touch $@
+
+# Its tests are read where they are and belong to nobody's wheel
+$(VENV)/transformers: constraints.txt
+	rm -rf $@ $@.download
+	$(BIN)/python -m pip download --quiet --no-deps --no-binary transformers --dest $@.download \
+		"$$(grep '^transformers==' constraints.txt)"
+	mkdir $@.download/content
+	tar -xzf $@.download/transformers-*.tar.gz -C $@.download/content --strip-components 1
+	mv $@.download/content $@
+	rm -r $@.download
 	touch $@
 
 $(VENV)-5.19/installed: pyproject.toml constraints-5.19.txt

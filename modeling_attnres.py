@@ -397,7 +397,6 @@ class AttnResPreTrainedModel(PreTrainedModel):
     _no_split_modules = ["AttnResDecoderLayer", "AttnResDepthQueries"]
     _skip_keys_device_placement = ["past_key_values"]
     _keep_in_fp32_modules_strict = ["depth_queries"]
-    _keys_to_ignore_on_save = ["depth_queries.trained_block_size"]
     # What most bases can do, for those who ask the class; an instance knows its own base
     _supports_flash_attn = True
     _supports_sdpa = True
@@ -439,6 +438,10 @@ class AttnResPreTrainedModel(PreTrainedModel):
         self.use_base_conversion_mapping(self.config)
         if self.is_remote_code():  # transformers would list the class that is saved and no other
             self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+        # A merged adapter leaves what its own file says of its blocks; the config of a model says that
+        self._keys_to_ignore_on_save |= {
+            name for name, _ in self.named_buffers() if name.endswith("depth_queries.trained_block_size")
+        }
         return super().save_pretrained(*args, **kwargs)
 
     def push_to_hub(self, repo_id: str, **kwargs) -> str:

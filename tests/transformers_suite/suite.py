@@ -1,0 +1,114 @@
+# SPDX-License-Identifier: Apache-2.0
+"""transformers' own model tests, run on AttnRes models: `make test-transformers` and `make test-transformers-mixins`.
+
+The tests are not ours and are not in this repository. TRANSFORMERS names the folder that they are in:
+
+- a checkout of transformers: all of `CausalLMModelTest`, as for a model of transformers' own;
+- its source distribution, which carries the mixins alone: those of modeling, training and two processes.
+
+BASE (llama) and BLOCK_SIZE (2) choose the model.
+"""
+
+import inspect
+import os
+import sys
+import unittest
+from importlib.util import find_spec
+
+
+sys.path.insert(0, os.environ["TRANSFORMERS"])
+
+import stand_ins  # noqa: F401 - before the tests that import what they stand in for
+import tests.test_fsdp_mixin as fsdp_mixin
+import tests.test_tensor_parallel_mixin as tensor_parallel_mixin
+from tests.test_modeling_common import GenerationTesterMixin, ModelTesterMixin, ids_tensor
+from tests.test_training_mixin import TrainingTesterMixin
+from transformers import CONFIG_MAPPING
+from transformers.models.auto import modeling_auto
+from transformers.testing_utils import _TEXT_MODEL_TESTER_DEFAULTS, torch_device
+
+import attnres
+
+
+BASE = os.environ.get("BASE", "llama")
+BLOCK_SIZE = int(os.environ.get("BLOCK_SIZE", "2"))
+MODEL_CLASSES = {
+    "base_model_class": attnres.AttnResModel,
+    "causal_lm_class": attnres.AttnResForCausalLM,
+    "question_answering_class": attnres.AttnResForQuestionAnswering,
+    "sequence_classification_class": attnres.AttnResForSequenceClassification,
+    "token_classification_class": attnres.AttnResForTokenClassification,
+}
+
+# The tests look up what a class is for by its name in these tables, which `AutoModel.register` does not touch
+for tables, name in (
+    (modeling_auto.MODEL_MAPPING_NAMES, "base_model_class"),
+    (modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, "causal_lm_class"),
+    (modeling_auto.MODEL_FOR_QUESTION_ANSWERING_MAPPING_NAMES, "question_answering_class"),
+    (modeling_auto.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES, "sequence_classification_class"),
+    (modeling_auto.MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING_NAMES, "token_classification_class"),
+):
+    tables[attnres.AttnResConfig.model_type] = MODEL_CLASSES[name].__name__
+
+# What starts several processes runs for a list of models only: let it run for this one
+fsdp_mixin.FSDP_DISTRIBUTED_TEST_MODEL_TYPES = None
+tensor_parallel_mixin.TP_DISTRIBUTED_TEST_MODEL_TYPES = None
+
+
+def attnres_config(settings) -> attnres.AttnResConfig:
+    """The tests' tiny settings, attributes of an object, as far as the base has fields for them."""
+    known = inspect.signature(CONFIG_MAPPING[BASE]).parameters
+    fields = {name: getattr(settings, name) for name in known if hasattr(settings, name)}
+    return attnres.AttnResConfig(base_model_type=BASE, attn_res_block_size=BLOCK_SIZE, **fields)
+
+
+if find_spec("tests.causal_lm_tester") is not None:
+    from tests.causal_lm_tester import CausalLMModelTest, CausalLMModelTester
+
+    class AttnResModelTester(CausalLMModelTester):
+        config_class = attnres.AttnResConfig
+        base_model_class = attnres.AttnResModel
+        causal_lm_class = attnres.AttnResForCausalLM
+        question_answering_class = attnres.AttnResForQuestionAnswering
+        sequence_classification_class = attnres.AttnResForSequenceClassification
+        token_classification_class = attnres.AttnResForTokenClassification
+        get_config = attnres_config
+
+    class AttnResModelTest(CausalLMModelTest, unittest.TestCase):
+        model_tester_class = AttnResModelTester
+        # Left out in silence for models whose files look older than 2023
+        test_can_init_all_missing_weights_before_2023 = True
+
+    del CausalLMModelTest  # or pytest would collect it as well
+else:
+
+    class AttnResMixinsTester:
+        """What the mixins ask of a model tester."""
+
+        config_class = attnres.AttnResConfig
+        get_config = attnres_config
+
+        def __init__(self):
+            self.__dict__.update(MODEL_CLASSES, **_TEXT_MODEL_TESTER_DEFAULTS)
+            self.head_dim = self.hidden_size // self.num_attention_heads
+
+        def prepare_config_and_inputs_for_common(self):
+            input_ids = ids_tensor([self.batch_size, self.seq_length], self.vocab_size)
+            attention_mask = input_ids.new_ones(input_ids.shape).tril()
+            return self.get_config(), {
+                "input_ids": input_ids.to(torch_device),
+                "attention_mask": attention_mask.to(torch_device),
+            }
+
+    class AttnResMixinsTest(
+        ModelTesterMixin,
+        GenerationTesterMixin,
+        TrainingTesterMixin,
+        tensor_parallel_mixin.TensorParallelTesterMixin,
+        fsdp_mixin.FSDPTesterMixin,
+        unittest.TestCase,
+    ):
+        all_model_classes = tuple(MODEL_CLASSES.values())
+
+        def setUp(self):
+            self.model_tester = AttnResMixinsTester()
