@@ -71,6 +71,13 @@ def all_in_fp64() -> Iterator[None]:
         yield
 
 
+def wide(model: nn.Module) -> nn.Module:
+    """In fp64, with experts one by one, as products in groups are not there in fp64."""
+    if getattr(model.config, "num_experts_per_tok", None) is not None:
+        model.set_experts_implementation("eager")
+    return model.double()
+
+
 def named(results, path: str = "result") -> dict[str, torch.Tensor]:
     """All tensors of floating-point numbers in nested tuples, lists and dictionaries, detached."""
     if isinstance(results, torch.Tensor):

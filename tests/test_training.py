@@ -7,7 +7,7 @@ import tempfile
 import pytest
 import torch
 import torch.distributed as dist
-from rounding import UpToRounding, all_in_fp64, relative_error
+from rounding import UpToRounding, all_in_fp64, relative_error, wide
 from safetensors.torch import load_file
 from tiny_models import convert, randomize_queries, tiny_base_model
 from torch.distributed.fsdp import fully_shard
@@ -24,21 +24,13 @@ def loss_and_grads(model, input_ids):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-def wide_model(family, block_size, queries=0.3):
-    """In fp64, and with its experts one by one: products in groups are not there in fp64."""
-    model = randomize_queries(convert(tiny_base_model(family), block_size), queries).double().train()
-    if hasattr(model.config, "num_experts"):
-        model.set_experts_implementation("eager")
-    return model
-
-
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
 def test_gradient_checkpointing_changes_nothing(family, block_size, use_reentrant, input_ids):
     """But the order in which gradients are summed."""
     with all_in_fp64():
-        model = wide_model(family, block_size)
+        model = wide(randomize_queries(convert(tiny_base_model(family), block_size))).train()
         expected = UpToRounding(lambda: loss_and_grads(model, input_ids), model=model)
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         loss, grads = loss_and_grads(model, input_ids)
@@ -182,7 +174,7 @@ def _in_process(rank, function, meeting, args):
 def _ddp(rank):
     batch = torch.randint(3, 97, (4, 9), generator=torch.Generator().manual_seed(0))
     with all_in_fp64():
-        model = wide_model("qwen3", 3, queries=0.0)
+        model = wide(randomize_queries(convert(tiny_base_model("qwen3"), 3), 0.0)).train()
         expected = UpToRounding(lambda: loss_and_grads(model, batch)[1], model=model)
         model.zero_grad()
         parallel = torch.nn.parallel.DistributedDataParallel(model)
@@ -197,9 +189,9 @@ def test_ddp():
 def _fsdp(rank, mixed_precision):
     batch = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
     with contextlib.nullcontext() if mixed_precision else all_in_fp64():
-        model = wide_model("qwen3", 3)
-        if mixed_precision:  # bf16 weights around queries in fp32
-            model.float().to(torch.bfloat16)
+        model = randomize_queries(convert(tiny_base_model("qwen3"), 3)).train()
+        # bf16 weights around queries in fp32
+        model = model.to(torch.bfloat16) if mixed_precision else wide(model)
         expected = UpToRounding(lambda: loss_and_grads(model, batch), model=model)
         for layer in model.model.layers:
             fully_shard(layer)
