@@ -25,8 +25,8 @@ from torch import nn
 
 REPETITIONS = 4
 FACTOR = 4
-# Of the allowed error, relative to the result. Half precision resolves no more
-LARGEST = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.3}
+# Of the allowed error, relative to the result. What is tested in half precision is tested in fp32 as well
+LARGEST = {torch.float64: 1e-9, torch.float32: 1e-3, torch.float16: 0.1, torch.bfloat16: 0.5}
 
 
 def one_unit_away(tensor: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
@@ -90,6 +90,19 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The norm of the difference over that of what is expected, which may be zero if both are."""
     error, size = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
     return error / size if error else 0.0
+
+
+def check_beside(actual, other, exact):
+    """In half precision, results may be as far from the exact ones as those of another program, but for chance.
+
+    Through some layers gradients in bf16 are off by a tenth, so this alone shows no more than gross faults. It is for
+    tensors, not for single numbers, which may be right by chance.
+    """
+    actual, other = named(actual), named(other)
+    for name, expected in named(exact).items():
+        error = relative_error(other[name], expected)
+        assert error < 0.3, f"{name} is too badly conditioned to be compared"
+        assert relative_error(actual[name], expected) <= 3 * error, name
 
 
 class UpToRounding:
