@@ -1,9 +1,18 @@
 """Settings that hold for every test, before transformers is imported."""
 
 import os
+import shutil
+import tempfile
 
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
+# What the shell says must not decide: caches and accounts of the user, colours, how wide a terminal is
+if of_the_shell := os.environ.keys() & {
+    *("HF_DATASETS_CACHE", "HF_ENDPOINT", "HF_HUB_CACHE", "HF_MODULES_CACHE", "HF_TOKEN", "TRANSFORMERS_VERBOSITY"),
+    *("FORCE_COLOR", "GITHUB_ACTIONS", "PY_COLORS", "TERMINAL_WIDTH", "TQDM_DISABLE"),
+}:
+    for name in of_the_shell:
+        del os.environ[name]
+os.environ.update(COLUMNS="120", HF_HUB_OFFLINE="1", HF_HOME=tempfile.mkdtemp(prefix="attnres-tests-"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 
@@ -15,8 +24,19 @@ if not torch.cuda.is_available():  # read when Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from tiny_models import TINY
+from transformers import set_seed
 
 from attnres.cli import main
+
+
+def pytest_unconfigure():
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
+
+
+@pytest.fixture(autouse=True)
+def seeds():
+    """Every test draws the same numbers, whatever ran before it."""
+    set_seed(0)
 
 
 @pytest.fixture

@@ -11,6 +11,7 @@ import time
 
 import pytest
 import torch
+from rounding import UpToRounding
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, randomize_queries, tiny_base_model
 from tiny_models import convert as convert_in_memory
@@ -205,7 +206,7 @@ def test_other_heads(kind, tmp_path):
     base_model = auto_class.from_pretrained(tmp_path / "base")
     ids = torch.arange(3, 20)[None]
     with torch.no_grad():
-        torch.testing.assert_close(model(ids)[0], base_model(ids)[0], atol=1e-5, rtol=1e-5)
+        UpToRounding(lambda: base_model(ids)[0], model=base_model).check(model(ids)[0])
     revert(tmp_path / "attnres", tmp_path / "again")
     assert_same_tensors(tensors(tmp_path / "again"), tensors(tmp_path / "base"))
 
@@ -617,8 +618,12 @@ def test_killed_at_any_moment(tmp_path):
         if i % 4 < 2:  # the others find what the last one has left
             shutil.rmtree(tmp_path / ".attnres.unfinished", ignore_errors=True)
         process = start(verify_too)
-        earliest = 0.9 if i % 2 else 0  # every other one near the end, where the folder gets its name
-        time.sleep(generator.uniform(earliest, 1.05) * durations[verify_too])
+        if i == 20:  # however fast the machine is now, once while it writes
+            while not (tmp_path / ".attnres.unfinished").exists():
+                time.sleep(0.001)
+        elif i > 0:  # the first one before it begins
+            earliest = 0.9 if i % 2 else 0  # every other one near the end, where the folder gets its name
+            time.sleep(generator.uniform(earliest, 1.05) * durations[verify_too])
         process.kill()
         process.join()
         unfinished = (tmp_path / ".attnres.unfinished").exists()

@@ -11,6 +11,7 @@ import pytest
 import torch
 import yaml
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
+from rounding import FACTOR, UpToRounding
 from safetensors.torch import load_file
 from tiny_models import convert, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -118,10 +119,9 @@ def test_killed_and_resumed(folder, tmp_path, mode):
     config = fields(folder, tmp_path / "killed", mode=mode, max_steps=40, lora_dropout=0.1)
     (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     process = subprocess.Popen(command(tmp_path / "run.yaml"), stderr=subprocess.PIPE, text=True)
-    start = time.time()
     while not (tmp_path / "killed/checkpoint-6/trainer_state.json").exists():
         assert process.poll() is None, process.stderr.read()
-        assert time.time() - start < 120
+        time.sleep(0.01)
     process.send_signal(signal.SIGKILL)
     process.communicate()
     assert not (tmp_path / "killed/final").exists()
@@ -144,8 +144,20 @@ def test_killed_and_resumed(folder, tmp_path, mode):
 def test_two_processes_match_one(folder, tmp_path):
     """DDP, and FSDP2 sharded at load: the loss curve of one process."""
     base = fields(folder, tmp_path / "one", save_strategy="no")
-    one = finetune(base)
-    losses = {entry["step"]: entry["loss"] for entry in one.history if "loss" in entry}
+
+    def curve_and_queries(output):
+        history = json.loads((output / "history.json").read_text())
+        queries = load_file(output / "final/model.safetensors")["model.depth_queries.query"]
+        return torch.tensor([entry["loss"] for entry in history if "loss" in entry]), queries
+
+    finetune(base)
+    expected = curve_and_queries(tmp_path / "one")
+    # Adam makes much of small differences. How much, the same sums in another order tell, in one process
+    halves = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
+    finetune({**base, **halves, "output_dir": str(tmp_path / "halves")})
+    moved = curve_and_queries(tmp_path / "halves")
+    allowed = [FACTOR * (a - b).abs().max() + 1e-6 for a, b in zip(moved, expected)]
+    assert allowed[0] < 1e-2 and allowed[1] < 2e-2, allowed  # of losses around 6, and of 12 steps of 1e-2
     for name, extra in (("ddp", {}), ("fsdp", {"fsdp_size": 2})):
         config = {**base, **extra, "output_dir": str(tmp_path / name), "per_device_train_batch_size": 2}
         (tmp_path / f"{name}.yaml").write_text(yaml.safe_dump(config))
@@ -155,13 +167,10 @@ def test_two_processes_match_one(folder, tmp_path):
         )
         assert result.returncode == 0, result.stderr[-3000:]
         assert result.stdout.count("Held-out loss") == 1
-        history = json.loads((tmp_path / name / "history.json").read_text())
-        assert {e["step"]: e["loss"] for e in history if "loss" in e} == pytest.approx(losses, abs=1e-4)
-        tensors, expected = (load_file(tmp_path / kind / "final/model.safetensors") for kind in (name, "one"))
-        assert tensors.keys() == expected.keys()
-        torch.testing.assert_close(
-            tensors["model.depth_queries.query"], expected["model.depth_queries.query"], atol=2e-3, rtol=0
-        )
+        for actual, of_one, largest in zip(curve_and_queries(tmp_path / name), expected, allowed):
+            assert (actual - of_one).abs().max() <= largest
+        names = [load_file(tmp_path / kind / "final/model.safetensors").keys() for kind in (name, "one")]
+        assert names[0] == names[1]
 
 
 @pytest.mark.parametrize(
@@ -317,7 +326,8 @@ def test_ready_configurations_are_valid():
 @pytest.mark.parametrize("kind", ["lora", "queries"])
 def test_adapters_load_switch_disable_and_merge(folder, tmp_path, kind):
     model = AttnResForCausalLM.from_pretrained(folder / "blocks-of-3").eval()
-    untouched = model(input_ids()).logits
+    of_model = UpToRounding(lambda: model(input_ids()).logits, model=model)
+    untouched = of_model.expected["result"]
     make = {"lora": lambda: lora_config(r=4), "queries": queries_config}[kind]
     adapted = trained(get_peft_model(model, make()))
     expected = adapted(input_ids()).logits
@@ -331,15 +341,16 @@ def test_adapters_load_switch_disable_and_merge(folder, tmp_path, kind):
     assert torch.equal(plain(input_ids()).logits, untouched)
     adapted.add_adapter("other", make())
     adapted.set_adapter("other")
-    torch.testing.assert_close(adapted(input_ids()).logits, untouched, atol=1e-6, rtol=0)
+    of_model.check(adapted(input_ids()).logits)
     adapted.set_adapter("default")
     assert torch.equal(adapted(input_ids()).logits, expected)
     with adapted.disable_adapter():
         assert torch.equal(adapted(input_ids()).logits, untouched)
+    of_adapted = UpToRounding(lambda: adapted(input_ids()).logits, model=adapted)
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
     assert type(merged) is AttnResForCausalLM
-    torch.testing.assert_close(merged(input_ids()).logits, expected, atol=1e-5, rtol=0)
+    of_adapted.check(merged(input_ids()).logits)
     names = load_file(tmp_path / "merged/model.safetensors").keys()
     assert names == load_file(folder / "blocks-of-3/model.safetensors").keys()
 
@@ -364,10 +375,10 @@ def test_an_adapter_of_the_base_acts_the_same_on_its_conversion(folder, tmp_path
     config = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", r=4)
     adapted = trained(get_peft_model(base, config))
     adapted.save_pretrained(tmp_path / "adapter")
-    expected = adapted(input_ids()).logits
+    expected = UpToRounding(lambda: adapted(input_ids()).logits, model=adapted)
     for name in ("blocks-of-3", "blocks-of-2"):
         model = PeftModel.from_pretrained(AttnResForCausalLM.from_pretrained(folder / name), tmp_path / "adapter")
-        torch.testing.assert_close(model.eval()(input_ids()).logits, expected, atol=1e-5, rtol=1e-5)
+        expected.check(model.eval()(input_ids()).logits)
 
 
 @pytest.mark.parametrize("mode", ["lora", "queries"])
