@@ -279,7 +279,8 @@ class AttnResConfig(PreTrainedConfig):
         for name, value in vars(base_config).items():
             if name in _base_keywords(base_class):
                 self.__dict__[name] = value
-        super().__post_init__(**kwargs)
+        # TRL reads this attribute where transformers has no class of the architecture's name
+        super().__post_init__(**{"auto_map": {}, **kwargs})
         parallel = BASE_FAMILIES[self.base_model_type].parallel_residual
         if parallel is not None and getattr(self, parallel):
             raise ValueError(f"`{parallel}=True` on base `{self.base_model_type}` is not supported: {_PARALLEL}.")
@@ -384,6 +385,8 @@ class AttnResConfig(PreTrainedConfig):
     def _remove_keys_not_serialized(self, d: dict[str, Any]):
         for name in _MIRRORED_ATTRIBUTES:
             d.pop(name, None)
+        if not d.get("auto_map"):
+            d.pop("auto_map", None)
         super()._remove_keys_not_serialized(d)
 
 

@@ -458,7 +458,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
             return super().push_to_hub(repo_id, **kwargs)
         finally:
             model_class._auto_class = None
-            self.config.__dict__.pop("auto_map", None)
+            self.config.auto_map = {}
 
     def load_adapter(self, *args, **kwargs):
         self.use_base_conversion_mapping(self.config)
