@@ -541,7 +541,7 @@ class AttnResModel(AttnResPreTrainedModel):
         if self.embedding_dropout is not None:
             hidden_states = nn.functional.dropout(hidden_states, p=self.embedding_dropout, training=self.training)
 
-        queries = self.depth_queries()
+        queries = self.fold_queries()
         partial, blocks = self.run_layers(
             0,
             self.config.num_hidden_layers,
@@ -556,6 +556,25 @@ class AttnResModel(AttnResPreTrainedModel):
         )
         hidden_states = self.norm(self.final_read(partial, blocks, queries=queries))
         return AttnResModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+
+    def fold_queries(self) -> torch.Tensor:
+        """The folded queries of all sites, `[sites, hidden]`."""
+        # CODEPATH: for a batch of several adapters PEFT tells their names to what it wraps, by a hook. Its wrapper of
+        # whole modules mixes nothing but linear ones, or takes the queries of the base without a word
+        for hook in self.depth_queries._forward_pre_hooks.values():
+            names = set(getattr(hook, "keywords", {}).get("adapter_names", ()))
+            if not names:
+                continue
+            with_queries = sorted(names & set(self.depth_queries.modules_to_save))
+            if with_queries:
+                raise ValueError(
+                    "`adapter_names` cannot be used with adapters that have depth queries of their own"
+                    f" (`modules_to_save`), here {', '.join(with_queries)}: the samples of a batch share one set of"
+                    " queries. Load the model again, as PEFT keeps the names of a call that failed, and run a batch"
+                    " for each of these adapters, after `set_adapter`."
+                )
+            return self.depth_queries.original_module()
+        return self.depth_queries()
 
     def run_layers(
         self,
@@ -575,7 +594,7 @@ class AttnResModel(AttnResPreTrainedModel):
         Args:
             partial: the pending partial sum in front of layer `start` (0: the embeddings), `[batch, seq, hidden]`.
             blocks: the blocks closed in front of layer `start`, in the order of depth, each of the same shape.
-            queries, position_embeddings: results of `depth_queries()` and `rotary_emb`, if they are at hand.
+            queries, position_embeddings: results of `fold_queries()` and `rotary_emb`, if they are at hand.
             attention_mask: as for `forward`, or what has been made of it: 4-D, or by layer type.
 
         Returns:
@@ -595,7 +614,7 @@ class AttnResModel(AttnResPreTrainedModel):
             )
         if position_embeddings is None and self.rotary_emb is not None:
             position_embeddings = self.rotary_emb(partial, position_ids)
-        queries = self.depth_queries() if queries is None else queries
+        queries = self.fold_queries() if queries is None else queries
         block_cache = self.open_block_cache(start, queries, partial, blocks, past_key_values, **kwargs)
         # Without a block cache: every closed block, and its scores for the sites from some one to the last, a tensor
         # for each (slices, taken where they are read, would have gradients as large as what they are cut from)
@@ -662,7 +681,7 @@ class AttnResModel(AttnResPreTrainedModel):
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The read behind the last layer, `[batch, seq, hidden]`; arguments as returned by `run_layers`."""
-        queries = self.depth_queries() if queries is None else queries
+        queries = self.fold_queries() if queries is None else queries
         if isinstance(blocks, BlockCache) and not torch.is_grad_enabled():
             return blocks.read(self.final_depth_read.site, partial)[0]
         query, eps = queries[-1:].to(partial.device), self.config.attn_res_norm_eps
@@ -675,6 +694,8 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
+    # Takes the place of logits and loss in training: Liger's fused linear cross-entropy, see `liger.py`
+    fused_loss_function: Callable | None = None
 
     def __init__(self, config: AttnResConfig):
         super().__init__(config)
@@ -715,6 +736,7 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
         >>> generate_ids = model.generate(**inputs, max_new_tokens=30)
         >>> tokenizer.batch_decode(generate_ids)[0]
         ```"""
+        skip_logits = kwargs.pop("skip_logits", self.training)  # a Trainer with Liger asks for it in evaluation
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", False)
         outputs: AttnResModelOutputWithPast = self.model(
@@ -728,14 +750,16 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
-        logits = self.lm_head(hidden_states)
-        logits_scaling = BASE_FAMILIES[self.config.base_model_type].logits_scaling
-        if logits_scaling is not None:
-            logits = logits / getattr(self.config, logits_scaling)
-
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = None, None
+        if self.fused_loss_function is not None and skip_logits and labels is not None:
+            loss = self.fused_loss_function(self, hidden_states, labels, **kwargs)
+        else:
+            logits = self.lm_head(hidden_states)
+            logits_scaling = BASE_FAMILIES[self.config.base_model_type].logits_scaling
+            if logits_scaling is not None:
+                logits = logits / getattr(self.config, logits_scaling)
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         aux_loss = self.load_balancing_loss(outputs.router_logits, attention_mask) if output_router_logits else None
         if loss is not None and aux_loss is not None:
             loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
