@@ -22,6 +22,7 @@ The sublayers, norms, rope, masks and KV caches are those of the base architectu
 under their own parameter names. AttnRes adds `depth_queries` at the root of the model, and nothing else.
 """
 
+import contextvars
 import copy
 import functools
 import sys
@@ -34,7 +35,7 @@ from torch import nn
 from transformers import conversion_mapping
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -46,7 +47,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOut
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -61,6 +62,9 @@ from .depth_attention import (
     read_and_norm,
     source_scores,
 )
+
+
+logger = logging.get_logger(__name__)
 
 
 @auto_docstring
@@ -86,6 +90,28 @@ class AttnResCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     """
 
     depth_attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class AttnResGenerateDecoderOnlyOutput(GenerateDecoderOnlyOutput):
+    """As in transformers, and `depth_attentions`, returned when `output_depth_attentions=True` is passed.
+
+    A tuple (one element for each generated token) of tuples (one for each site) of tensors of shape `(batch_size,
+    generated_length, sources)`; as of `attentions` the generated length is that of the prompt first, and then 1.
+    """
+
+    depth_attentions: tuple[tuple[torch.FloatTensor, ...], ...] | None = None
+
+
+@dataclass
+class AttnResGenerateBeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
+    """See `AttnResGenerateDecoderOnlyOutput`; the first dimension is `batch_size * num_beams`."""
+
+    depth_attentions: tuple[tuple[torch.FloatTensor, ...], ...] | None = None
+
+
+# Of the generation that runs in this thread, if they are wanted
+_DEPTH_ATTENTIONS_OF_STEPS = contextvars.ContextVar("depth_attentions_of_steps", default=None)
 
 
 class AttnResDepthQueries(nn.Module):
@@ -786,6 +812,49 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
         num_experts = getattr(self.config, "num_experts", None) or self.config.num_local_experts
         return loss_func(router_logits, num_experts, self.config.num_experts_per_tok, attention_mask)
 
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        wanted = kwargs.pop("output_depth_attentions", getattr(self.config, "output_depth_attentions", False))
+        if wanted:
+            self.check_depth_attentions_of_generation(*args, **kwargs)
+        # Set without a wish as well: this may be the assistant of a model of which they are wanted
+        token = _DEPTH_ATTENTIONS_OF_STEPS.set([] if wanted else None)
+        try:
+            outputs = super().generate(*args, **kwargs)
+            steps = _DEPTH_ATTENTIONS_OF_STEPS.get()
+        finally:
+            _DEPTH_ATTENTIONS_OF_STEPS.reset(token)
+        if not wanted or isinstance(outputs, torch.Tensor):
+            return outputs
+        beams = isinstance(outputs, GenerateBeamDecoderOnlyOutput)
+        output_class = AttnResGenerateBeamDecoderOnlyOutput if beams else AttnResGenerateDecoderOnlyOutput
+        return output_class(**outputs, depth_attentions=tuple(steps))
+
+    def check_depth_attentions_of_generation(self, inputs=None, generation_config=None, *args, **kwargs):
+        """Raise a `ValueError` if they would not be of every token once; warn if they would not be returned."""
+        generation_config = generation_config or self.generation_config
+
+        def option(name: str):
+            value = kwargs.get(name)
+            return getattr(generation_config, name, None) if value is None else value
+
+        for name in ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "prefill_chunk_size"):
+            if option(name) is not None:
+                raise ValueError(
+                    f"`output_depth_attentions=True` cannot be combined with `{name}`, which runs the model on several"
+                    " tokens at a time: generate without one of them, or run the model on what was generated."
+                )
+        if not option("return_dict_in_generate"):
+            logger.warning(
+                "`output_depth_attentions=True` does nothing in `generate` without `return_dict_in_generate=True`."
+            )
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        steps = _DEPTH_ATTENTIONS_OF_STEPS.get()
+        if steps is not None:
+            steps.append(outputs.depth_attentions)
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, inputs_embeds=None, **kwargs):
         switch_length = getattr(self.config, "original_max_position_embeddings", None)
         # CODEPATH: Phi3 with longrope switches to other frequencies behind this length, so what was cached is void
@@ -793,9 +862,12 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
             if past_key_values.get_seq_length() <= switch_length:
                 past_key_values = None
                 kwargs["next_sequence_length"] = None
-        return super().prepare_inputs_for_generation(
+        model_inputs = super().prepare_inputs_for_generation(
             input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
         )
+        if _DEPTH_ATTENTIONS_OF_STEPS.get() is not None:
+            model_inputs["output_depth_attentions"] = True
+        return model_inputs
 
 
 def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
