@@ -830,6 +830,30 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
         output_class = AttnResGenerateBeamDecoderOnlyOutput if beams else AttnResGenerateDecoderOnlyOutput
         return output_class(**outputs, depth_attentions=tuple(steps))
 
+    @functools.wraps(GenerationMixin.generate_batch)
+    def generate_batch(self, inputs, *args, **kwargs):
+        return super().generate_batch(self.check_requests(inputs), *args, **kwargs)
+
+    def check_requests(self, inputs: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The prompts as lists; a `ValueError` for one that would take down the thread that generates all of them."""
+        if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+            raise ValueError(f"`inputs` must be a list of prompts, each a list of token ids, not {inputs!r}.")
+        prompts = []
+        for index, prompt in enumerate(inputs):
+            prompt = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
+            if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+                raise ValueError(f"`inputs[{index}]={prompt!r}` must be a list of token ids.")
+            if not prompt:
+                raise ValueError(f"`inputs[{index}]` is empty: a prompt needs at least one token.")
+            for token in prompt:
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise ValueError(f"`inputs[{index}]` has {token!r} among its token ids, which must be ints.")
+                if not 0 <= token < self.config.vocab_size:
+                    last = self.config.vocab_size - 1
+                    raise ValueError(f"`inputs[{index}]` has the token id {token}; this model's go from 0 to {last}.")
+            prompts.append(list(prompt))
+        return prompts
+
     def check_depth_attentions_of_generation(self, inputs=None, generation_config=None, *args, **kwargs):
         """Raise a `ValueError` if they would not be of every token once; warn if they would not be returned."""
         generation_config = generation_config or self.generation_config

@@ -1,7 +1,10 @@
 """Generation: every mode against plain greedy decoding of the same model, and proof that the two-phase path runs."""
 
+import re
+
 import pytest
 import torch
+from test_loading import run_python
 from tiny_models import convert, randomize_queries, relative_error, tiny_base_config, tiny_base_model
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
@@ -173,6 +176,38 @@ def test_continuous_batching(input_ids):
     )
     generated = {tuple(output.prompt_ids): output.generated_tokens for output in outputs.values()}
     assert [generated[tuple(ids)] for ids in input_ids.tolist()] == expected.tolist()
+
+
+BAD_REQUESTS = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+import attnres
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+good = [5, 6, 7]
+bad = [[], "hello", None, 5, ["5"], [5.0], [True], [5, 97], [-1, 5], [[5]], torch.tensor([]), torch.tensor([[5]])]
+requests = ["hello", 5, None, torch.tensor([good]), good, *([prompt] for prompt in bad), *([good, prompt] for prompt in bad)]
+config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+batching = ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32)
+for inputs in requests:
+    try:
+        model.generate_batch(inputs, generation_config=config, continuous_batching_config=batching)
+    except ValueError as error:
+        print(json.dumps(str(error)))
+    else:
+        print("taken:", inputs)
+outputs = model.generate_batch([good, tuple(good), torch.tensor(good)], generation_config=config, continuous_batching_config=batching)
+print(sum(len(output.generated_tokens) for output in outputs.values()))
+"""
+
+
+def test_bad_requests_of_continuous_batching(tmp_path):
+    """In a process with a time limit, as what is wrong must not come to the thread that generates."""
+    convert(tiny_base_model("llama"), 3).save_pretrained(tmp_path)
+    *errors, tokens = run_python(BAD_REQUESTS, tmp_path).splitlines()
+    assert tokens == "9" and len(errors) == 29
+    for error in errors:
+        assert re.search(r"`inputs(\[[01]\])?\b", error) and "taken" not in error, error
 
 
 def test_quantized_cache(input_ids):
