@@ -68,8 +68,27 @@ def _register_models(auto_module):
         mapping._modules.setdefault("attnres", sys.modules[__name__])
 
 
-class _AutoClassRegistration(importlib.abc.MetaPathFinder):
-    """Registers the names of our classes in transformers' lazy mappings, as soon as those exist.
+def _register_with_peft(tuners_utils):
+    """PEFT knows the modules to adapt by model type: an AttnRes model has those of its base."""
+    get_model_config = tuners_utils.BaseTuner.get_model_config
+
+    def get_base_model_config(model):
+        config = get_model_config(model)
+        if isinstance(config, dict) and config.get("model_type") == "attnres":
+            config = {**config, "model_type": config["base_model_type"]}
+        return config
+
+    tuners_utils.BaseTuner.get_model_config = staticmethod(get_base_model_config)
+
+
+def _register_with_liger(monkey_patch):
+    from attnres.liger import apply_liger_kernel_to_attnres
+
+    monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.setdefault("attnres", apply_liger_kernel_to_attnres)
+
+
+class _Registration(importlib.abc.MetaPathFinder):
+    """Registers our classes in transformers, and our model type in PEFT and Liger, as soon as those are imported.
 
     `AutoModel.register` takes classes, and importing what those need takes seconds. The mappings themselves go from
     name to class when one is looked up, which is all that is wanted here. The first registration stays: pytest imports
@@ -79,6 +98,8 @@ class _AutoClassRegistration(importlib.abc.MetaPathFinder):
     callbacks = {
         "transformers.models.auto.configuration_auto": _register_config,
         "transformers.models.auto.modeling_auto": _register_models,
+        "peft.tuners.tuners_utils": _register_with_peft,
+        "liger_kernel.transformers.monkey_patch": _register_with_liger,
     }
 
     def find_spec(self, name, path=None, target=None):
@@ -104,4 +125,4 @@ class _AutoClassRegistration(importlib.abc.MetaPathFinder):
             sys.meta_path.insert(0, cls())
 
 
-_AutoClassRegistration.install()
+_Registration.install()

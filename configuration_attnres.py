@@ -16,6 +16,7 @@
 import copy
 import difflib
 import functools
+import math
 import re
 from dataclasses import dataclass, fields
 from typing import Any
@@ -114,11 +115,67 @@ _ROPE_KEYWORDS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rota
 
 def check_base_model_type(base_model_type: str):
     """Raise a `ValueError` that says why, if `base_model_type` cannot be a base."""
+    if not isinstance(base_model_type, str):
+        raise ValueError(
+            f"`base_model_type={base_model_type!r}` must be the model type of a decoder, a string, not"
+            f" {_name_type(base_model_type)}. Supported: {', '.join(BASE_FAMILIES)}."
+        )
     if base_model_type not in BASE_FAMILIES:
         reason = REFUSED_FAMILIES.get(base_model_type, "it has not been shown to be exact")
         raise ValueError(
             f"`base_model_type={base_model_type!r}` is not supported: {reason}. Supported: {', '.join(BASE_FAMILIES)}."
         )
+
+
+def _name_type(value: Any) -> str:
+    name = type(value).__name__
+    if value is None:
+        return "None"
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def _check_count(name: str, value: int, meaning: str):
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"`{name}={value!r}` must be {meaning}, an int, not {_name_type(value)}.")
+    if value < 1:
+        raise ValueError(f"`{name}={value}` must be {meaning}.")
+
+
+def _check_block_size(value: int):
+    _check_count("attn_res_block_size", value, "a number of sublayers >= 1 (1 is Full AttnRes)")
+
+
+def _check_norm_eps(value: float):
+    if not isinstance(value, float):
+        raise ValueError(f"`attn_res_norm_eps={value!r}` must be a float >= 0, not {_name_type(value)}.")
+    if not 0 <= value < math.inf:
+        raise ValueError(f"`attn_res_norm_eps={value}` must be a float >= 0, and finite.")
+
+
+def _check_scale_norm_eps(value: bool):
+    if not isinstance(value, bool):
+        raise ValueError(f"`attn_res_scale_norm_eps={value!r}` must be True or False, not {_name_type(value)}.")
+
+
+_FIELD_CHECKS = {
+    "base_model_type": check_base_model_type,
+    "attn_res_block_size": _check_block_size,
+    "attn_res_norm_eps": _check_norm_eps,
+    "attn_res_scale_norm_eps": _check_scale_norm_eps,
+}
+
+
+def _check_fields_first(config_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """Let our fields fail with a `ValueError` that says what is allowed; `@strict` tells of types, and by itself."""
+    strict_setattr = config_class.__setattr__
+
+    def __setattr__(self, name: str, value: Any):
+        if name in _FIELD_CHECKS:
+            _FIELD_CHECKS[name](value)
+        strict_setattr(self, name, value)
+
+    config_class.__setattr__ = __setattr__
+    return config_class
 
 
 def base_config_class(base_model_type: str) -> type[PreTrainedConfig]:
@@ -165,6 +222,7 @@ def _check_known(kwargs: dict[str, Any], base_class: type[PreTrainedConfig]):
 
 
 @auto_docstring(checkpoint="attnres")
+@_check_fields_first
 @strict
 class AttnResConfig(PreTrainedConfig):
     r"""
@@ -221,18 +279,8 @@ class AttnResConfig(PreTrainedConfig):
         for name, value in vars(base_config).items():
             if name in _base_keywords(base_class):
                 self.__dict__[name] = value
-        super().__post_init__(**kwargs)
-        self.validate_attn_res()
-
-    def validate_attn_res(self):
-        """Check the fields of depth attention."""
-        if self.attn_res_block_size < 1 or isinstance(self.attn_res_block_size, bool):
-            raise ValueError(
-                f"`attn_res_block_size={self.attn_res_block_size}` must be a number of sublayers >= 1"
-                f" (1 is Full AttnRes; this model has {2 * self.num_hidden_layers} sublayers)."
-            )
-        if not self.attn_res_norm_eps >= 0:
-            raise ValueError(f"`attn_res_norm_eps={self.attn_res_norm_eps}` must be >= 0.")
+        # TRL reads this attribute where transformers has no class of the architecture's name
+        super().__post_init__(**{"auto_map": {}, **kwargs})
         parallel = BASE_FAMILIES[self.base_model_type].parallel_residual
         if parallel is not None and getattr(self, parallel):
             raise ValueError(f"`{parallel}=True` on base `{self.base_model_type}` is not supported: {_PARALLEL}.")
@@ -271,6 +319,11 @@ class AttnResConfig(PreTrainedConfig):
         Raises:
             ValueError: for an unsupported base, or if both or impossible numbers are given.
         """
+        if not isinstance(base_config, PreTrainedConfig):
+            raise ValueError(
+                "`base_config` must be the configuration of a base, such as `Qwen3Config()` or"
+                f" `AutoConfig.from_pretrained(...)`, not {_name_type(base_config)}."
+            )
         check_base_model_type(base_config.model_type)
         if "attn_res_block_size" in kwargs:
             raise ValueError("Pass `block_size`, not `attn_res_block_size`, to `from_base_config`.")
@@ -278,8 +331,7 @@ class AttnResConfig(PreTrainedConfig):
         if block_size is not None and num_blocks is not None:
             raise ValueError(f"`block_size={block_size}` and `num_blocks={num_blocks}` contradict: give one of them.")
         if num_blocks is not None:
-            if num_blocks < 1:
-                raise ValueError(f"`num_blocks={num_blocks}` must be >= 1.")
+            _check_count("num_blocks", num_blocks, ">= 1")
             block_size = -(-2 * base_config.num_hidden_layers // num_blocks)
         if block_size is not None:
             kwargs["attn_res_block_size"] = block_size
@@ -333,6 +385,8 @@ class AttnResConfig(PreTrainedConfig):
     def _remove_keys_not_serialized(self, d: dict[str, Any]):
         for name in _MIRRORED_ATTRIBUTES:
             d.pop(name, None)
+        if not d.get("auto_map"):
+            d.pop("auto_map", None)
         super()._remove_keys_not_serialized(d)
 
 

@@ -22,6 +22,7 @@ The sublayers, norms, rope, masks and KV caches are those of the base architectu
 under their own parameter names. AttnRes adds `depth_queries` at the root of the model, and nothing else.
 """
 
+import contextvars
 import copy
 import functools
 import sys
@@ -34,7 +35,7 @@ from torch import nn
 from transformers import conversion_mapping
 from transformers import initialization as init
 from transformers.cache_utils import Cache, DynamicCache
-from transformers.generation import GenerationMixin
+from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
@@ -46,7 +47,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOut
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
 from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple
+from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging
 from transformers.utils.generic import merge_with_config_defaults
 from transformers.utils.output_capturing import OutputRecorder, capture_outputs
 
@@ -61,6 +62,9 @@ from .depth_attention import (
     read_and_norm,
     source_scores,
 )
+
+
+logger = logging.get_logger(__name__)
 
 
 @auto_docstring
@@ -86,6 +90,28 @@ class AttnResCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     """
 
     depth_attentions: tuple[torch.FloatTensor, ...] | None = None
+
+
+@dataclass
+class AttnResGenerateDecoderOnlyOutput(GenerateDecoderOnlyOutput):
+    """As in transformers, and `depth_attentions`, returned when `output_depth_attentions=True` is passed.
+
+    A tuple (one element for each generated token) of tuples (one for each site) of tensors of shape `(batch_size,
+    generated_length, sources)`; as of `attentions` the generated length is that of the prompt first, and then 1.
+    """
+
+    depth_attentions: tuple[tuple[torch.FloatTensor, ...], ...] | None = None
+
+
+@dataclass
+class AttnResGenerateBeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
+    """See `AttnResGenerateDecoderOnlyOutput`; the first dimension is `batch_size * num_beams`."""
+
+    depth_attentions: tuple[tuple[torch.FloatTensor, ...], ...] | None = None
+
+
+# Of the generation that runs in this thread, if they are wanted
+_DEPTH_ATTENTIONS_OF_STEPS = contextvars.ContextVar("depth_attentions_of_steps", default=None)
 
 
 class AttnResDepthQueries(nn.Module):
@@ -461,7 +487,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
             return super().push_to_hub(repo_id, **kwargs)
         finally:
             model_class._auto_class = None
-            self.config.__dict__.pop("auto_map", None)
+            self.config.auto_map = {}
 
     def load_adapter(self, *args, **kwargs):
         self.use_base_conversion_mapping(self.config)
@@ -544,7 +570,7 @@ class AttnResModel(AttnResPreTrainedModel):
         if self.embedding_dropout is not None:
             hidden_states = nn.functional.dropout(hidden_states, p=self.embedding_dropout, training=self.training)
 
-        queries = self.depth_queries()
+        queries = self.fold_queries()
         partial, blocks = self.run_layers(
             0,
             self.config.num_hidden_layers,
@@ -559,6 +585,25 @@ class AttnResModel(AttnResPreTrainedModel):
         )
         hidden_states = self.norm(self.final_read(partial, blocks, queries=queries))
         return AttnResModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+
+    def fold_queries(self) -> torch.Tensor:
+        """The folded queries of all sites, `[sites, hidden]`."""
+        # CODEPATH: for a batch of several adapters PEFT tells their names to what it wraps, by a hook. Its wrapper of
+        # whole modules mixes nothing but linear ones, or takes the queries of the base without a word
+        for hook in self.depth_queries._forward_pre_hooks.values():
+            names = set(getattr(hook, "keywords", {}).get("adapter_names", ()))
+            if not names:
+                continue
+            with_queries = sorted(names & set(self.depth_queries.modules_to_save))
+            if with_queries:
+                raise ValueError(
+                    "`adapter_names` cannot be used with adapters that have depth queries of their own"
+                    f" (`modules_to_save`), here {', '.join(with_queries)}: the samples of a batch share one set of"
+                    " queries. Load the model again, as PEFT keeps the names of a call that failed, and run a batch"
+                    " for each of these adapters, after `set_adapter`."
+                )
+            return self.depth_queries.original_module()
+        return self.depth_queries()
 
     def run_layers(
         self,
@@ -578,7 +623,7 @@ class AttnResModel(AttnResPreTrainedModel):
         Args:
             partial: the pending partial sum in front of layer `start` (0: the embeddings), `[batch, seq, hidden]`.
             blocks: the blocks closed in front of layer `start`, in the order of depth, each of the same shape.
-            queries, position_embeddings: results of `depth_queries()` and `rotary_emb`, if they are at hand.
+            queries, position_embeddings: results of `fold_queries()` and `rotary_emb`, if they are at hand.
             attention_mask: as for `forward`, or what has been made of it: 4-D, or by layer type.
 
         Returns:
@@ -598,7 +643,7 @@ class AttnResModel(AttnResPreTrainedModel):
             )
         if position_embeddings is None and self.rotary_emb is not None:
             position_embeddings = self.rotary_emb(partial, position_ids)
-        queries = self.depth_queries() if queries is None else queries
+        queries = self.fold_queries() if queries is None else queries
         block_cache = self.open_block_cache(start, queries, partial, blocks, past_key_values, **kwargs)
         # Without a block cache: every closed block, and its scores for the sites from some one to the last, a tensor
         # for each (slices, taken where they are read, would have gradients as large as what they are cut from)
@@ -665,7 +710,7 @@ class AttnResModel(AttnResPreTrainedModel):
         queries: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The read behind the last layer, `[batch, seq, hidden]`; arguments as returned by `run_layers`."""
-        queries = self.depth_queries() if queries is None else queries
+        queries = self.fold_queries() if queries is None else queries
         if isinstance(blocks, BlockCache) and not torch.is_grad_enabled():
             return blocks.read(self.final_depth_read.site, partial)[0]
         query, eps = queries[-1:].to(partial.device), self.config.attn_res_norm_eps
@@ -678,6 +723,8 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
     _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
     _tp_plan = {"lm_head": "colwise_gather_output"}
     _fsdp_plan = {"lm_head": "keep_full_weight"}
+    # Takes the place of logits and loss in training: Liger's fused linear cross-entropy, see `liger.py`
+    fused_loss_function: Callable | None = None
 
     def __init__(self, config: AttnResConfig):
         super().__init__(config)
@@ -718,6 +765,7 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
         >>> generate_ids = model.generate(**inputs, max_new_tokens=30)
         >>> tokenizer.batch_decode(generate_ids)[0]
         ```"""
+        skip_logits = kwargs.pop("skip_logits", self.training)  # a Trainer with Liger asks for it in evaluation
         if output_router_logits is None:
             output_router_logits = getattr(self.config, "output_router_logits", False)
         outputs: AttnResModelOutputWithPast = self.model(
@@ -731,14 +779,16 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
             **kwargs,
         )
         hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
-        logits = self.lm_head(hidden_states)
-        logits_scaling = BASE_FAMILIES[self.config.base_model_type].logits_scaling
-        if logits_scaling is not None:
-            logits = logits / getattr(self.config, logits_scaling)
-
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
+        logits, loss = None, None
+        if self.fused_loss_function is not None and skip_logits and labels is not None:
+            loss = self.fused_loss_function(self, hidden_states, labels, **kwargs)
+        else:
+            logits = self.lm_head(hidden_states)
+            logits_scaling = BASE_FAMILIES[self.config.base_model_type].logits_scaling
+            if logits_scaling is not None:
+                logits = logits / getattr(self.config, logits_scaling)
+            if labels is not None:
+                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
         aux_loss = self.load_balancing_loss(outputs.router_logits, attention_mask) if output_router_logits else None
         if loss is not None and aux_loss is not None:
             loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
@@ -765,6 +815,73 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
         num_experts = getattr(self.config, "num_experts", None) or self.config.num_local_experts
         return loss_func(router_logits, num_experts, self.config.num_experts_per_tok, attention_mask)
 
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        wanted = kwargs.pop("output_depth_attentions", getattr(self.config, "output_depth_attentions", False))
+        if wanted:
+            self.check_depth_attentions_of_generation(*args, **kwargs)
+        # Set without a wish as well: this may be the assistant of a model of which they are wanted
+        token = _DEPTH_ATTENTIONS_OF_STEPS.set([] if wanted else None)
+        try:
+            outputs = super().generate(*args, **kwargs)
+            steps = _DEPTH_ATTENTIONS_OF_STEPS.get()
+        finally:
+            _DEPTH_ATTENTIONS_OF_STEPS.reset(token)
+        if not wanted or isinstance(outputs, torch.Tensor):
+            return outputs
+        beams = isinstance(outputs, GenerateBeamDecoderOnlyOutput)
+        output_class = AttnResGenerateBeamDecoderOnlyOutput if beams else AttnResGenerateDecoderOnlyOutput
+        return output_class(**outputs, depth_attentions=tuple(steps))
+
+    @functools.wraps(GenerationMixin.generate_batch)
+    def generate_batch(self, inputs, *args, **kwargs):
+        return super().generate_batch(self.check_requests(inputs), *args, **kwargs)
+
+    def check_requests(self, inputs: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The prompts as lists; a `ValueError` for one that would take down the thread that generates all of them."""
+        if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+            raise ValueError(f"`inputs` must be a list of prompts, each a list of token ids, not {inputs!r}.")
+        prompts = []
+        for index, prompt in enumerate(inputs):
+            prompt = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
+            if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+                raise ValueError(f"`inputs[{index}]={prompt!r}` must be a list of token ids.")
+            if not prompt:
+                raise ValueError(f"`inputs[{index}]` is empty: a prompt needs at least one token.")
+            for token in prompt:
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise ValueError(f"`inputs[{index}]` has {token!r} among its token ids, which must be ints.")
+                if not 0 <= token < self.config.vocab_size:
+                    last = self.config.vocab_size - 1
+                    raise ValueError(f"`inputs[{index}]` has the token id {token}; this model's go from 0 to {last}.")
+            prompts.append(list(prompt))
+        return prompts
+
+    def check_depth_attentions_of_generation(self, inputs=None, generation_config=None, *args, **kwargs):
+        """Raise a `ValueError` if they would not be of every token once; warn if they would not be returned."""
+        generation_config = generation_config or self.generation_config
+
+        def option(name: str):
+            value = kwargs.get(name)
+            return getattr(generation_config, name, None) if value is None else value
+
+        for name in ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "prefill_chunk_size"):
+            if option(name) is not None:
+                raise ValueError(
+                    f"`output_depth_attentions=True` cannot be combined with `{name}`, which runs the model on several"
+                    " tokens at a time: generate without one of them, or run the model on what was generated."
+                )
+        if not option("return_dict_in_generate"):
+            logger.warning(
+                "`output_depth_attentions=True` does nothing in `generate` without `return_dict_in_generate=True`."
+            )
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        steps = _DEPTH_ATTENTIONS_OF_STEPS.get()
+        if steps is not None:
+            steps.append(outputs.depth_attentions)
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
     def prepare_inputs_for_generation(self, input_ids, past_key_values=None, inputs_embeds=None, **kwargs):
         switch_length = getattr(self.config, "original_max_position_embeddings", None)
         # CODEPATH: Phi3 with longrope switches to other frequencies behind this length, so what was cached is void
@@ -772,9 +889,12 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
             if past_key_values.get_seq_length() <= switch_length:
                 past_key_values = None
                 kwargs["next_sequence_length"] = None
-        return super().prepare_inputs_for_generation(
+        model_inputs = super().prepare_inputs_for_generation(
             input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
         )
+        if _DEPTH_ATTENTIONS_OF_STEPS.get() is not None:
+            model_inputs["output_depth_attentions"] = True
+        return model_inputs
 
 
 def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:

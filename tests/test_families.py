@@ -1,5 +1,8 @@
 """One test over all supported families: the same model as its base, as the definition, with and without a cache."""
 
+import json
+import re
+
 import pytest
 import torch
 from rounding import UpToRounding, relative_error
@@ -138,7 +141,7 @@ def test_config_round_trip(family, tmp_path):
         ({"num_blocks": 4}, r"Unknown field `num_blocks=4`"),
         ({"attn_res_block_size": 0}, r"`attn_res_block_size=0` must be a number of sublayers >= 1"),
         ({"attn_res_block_size": -2}, r"`attn_res_block_size=-2` must be"),
-        ({"attn_res_norm_eps": -1.0}, r"`attn_res_norm_eps=-1.0` must be >= 0"),
+        ({"attn_res_norm_eps": -1.0}, r"`attn_res_norm_eps=-1.0` must be a float >= 0"),
         ({"base_model_type": "gpt2"}, r"`base_model_type='gpt2'` is not supported.*Supported: .*qwen3"),
         ({"model_type": "qwen3"}, r"`model_type='qwen3'` contradicts `base_model_type='llama'`"),
         ({"base_model_type": "stablelm", "use_parallel_residual": True}, r"`use_parallel_residual=True` on base"),
@@ -149,11 +152,70 @@ def test_bad_fields_are_named(kwargs, message):
         AttnResConfig(**kwargs)
 
 
+WRONG_TYPES = [
+    *(("attn_res_block_size", value) for value in ("8", True, 2.0, [8], None, float("nan"), {})),
+    *(("attn_res_norm_eps", value) for value in ("x", float("nan"), float("inf"), True, None, 1, [1e-6])),
+    *(("attn_res_scale_norm_eps", value) for value in (1, 0, "true", None)),
+    *(("base_model_type", value) for value in (None, 3, True, ["llama"], {})),
+]
+ALLOWED = {
+    "attn_res_block_size": "must be a number of sublayers >= 1 (1 is Full AttnRes), an int",
+    "attn_res_norm_eps": "must be a float >= 0",
+    "attn_res_scale_norm_eps": "must be True or False",
+    "base_model_type": "must be the model type of a decoder, a string",
+}
+
+
+@pytest.mark.parametrize("name, value", WRONG_TYPES, ids=str)
+def test_wrong_types_are_named_with_what_is_allowed(name, value, tmp_path):
+    """Wherever a field comes from: the constructor, a base's config, a dict, a file, an assignment."""
+    base_config = tiny_base_config("qwen3")
+    config = AttnResConfig.from_base_config(base_config)
+    config.save_pretrained(tmp_path)
+    fields = {**json.loads((tmp_path / "config.json").read_text()), name: value}
+    (tmp_path / "config.json").write_text(json.dumps(fields))
+    ways = [
+        lambda: AttnResConfig(**{name: value}),
+        lambda: AttnResConfig.from_dict(fields),
+        lambda: AutoConfig.from_pretrained(tmp_path),
+        lambda: AttnResForCausalLM.from_pretrained(tmp_path),
+        lambda: setattr(config, name, value),
+    ]
+    if name == "attn_res_block_size" and value is not None:
+        ways.append(lambda: AttnResConfig.from_base_config(base_config, block_size=value))
+    elif name not in ("attn_res_block_size", "base_model_type"):
+        ways.append(lambda: AttnResConfig.from_base_config(base_config, **{name: value}))
+    before = getattr(config, name)
+    for way in ways:
+        with pytest.raises(ValueError, match=re.escape(f"`{name}={value!r}` {ALLOWED[name]}")):
+            way()
+    assert getattr(config, name) == before
+
+
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_bad_block_size_cannot_be_assigned(value):
+    config = AttnResConfig()
+    with pytest.raises(ValueError, match=f"`attn_res_block_size={value}` must be a number of sublayers >= 1"):
+        config.attn_res_block_size = value
+    config.attn_res_block_size = 3
+    assert config.attn_res_block_size == 3
+
+
+@pytest.mark.parametrize("base_config", [None, "qwen3", {"model_type": "qwen3"}], ids=str)
+def test_what_is_not_a_base_config_is_named(base_config):
+    with pytest.raises(ValueError, match="`base_config` must be the configuration of a base.*, not (None|a str|a dict)"):
+        AttnResConfig.from_base_config(base_config)
+
+
 @pytest.mark.parametrize(
     "kwargs, message",
     [
         ({"block_size": 2, "num_blocks": 4}, r"`block_size=2` and `num_blocks=4` contradict"),
         ({"num_blocks": 0}, r"`num_blocks=0` must be >= 1"),
+        ({"num_blocks": "4"}, r"`num_blocks='4'` must be >= 1, an int, not a str"),
+        ({"num_blocks": True}, r"`num_blocks=True` must be >= 1, an int, not a bool"),
+        ({"num_blocks": 2.0}, r"`num_blocks=2.0` must be >= 1, an int, not a float"),
+        ({"num_blocks": [4]}, r"`num_blocks=\[4\]` must be >= 1, an int, not a list"),
         ({"block_size": 0}, r"`attn_res_block_size=0` must be"),
         ({"attn_res_block_size": 2}, r"Pass `block_size`"),
         ({"blok_size": 2}, r"Unknown field `blok_size=2`"),

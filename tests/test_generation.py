@@ -1,9 +1,12 @@
 """Generation: every mode against plain greedy decoding of the same model, and proof that the two-phase path runs."""
 
+import re
+
 import pytest
 import torch
 from rounding import UpToRounding
-from tiny_models import convert, randomize_queries, tiny_base_config, tiny_base_model
+from test_loading import run_python
+from tiny_models import convert, randomize_queries, relative_error, tiny_base_config, tiny_base_model
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
 import attnres.depth_attention
@@ -79,6 +82,81 @@ def test_inputs_embeds(model, input_ids):
     )
 
 
+@pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
+@pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 9}, {"num_return_sequences": 2}], ids=str)
+def test_depth_attentions_of_generation(options, use_cache, model, input_ids):
+    """Shaped as `attentions`, and those of a plain forward pass of what was generated, padding on the left included."""
+    mask = torch.ones_like(input_ids)
+    mask[1, :4] = 0
+    options = {"do_sample": options.get("num_return_sequences", 1) > 1, **options, "use_cache": use_cache}
+    model.set_attn_implementation("eager")
+    outputs = model.generate(
+        input_ids,
+        attention_mask=mask,
+        max_new_tokens=5,
+        return_dict_in_generate=True,
+        output_attentions=True,
+        output_depth_attentions=True,
+        **options,
+    )
+    assert len(outputs.depth_attentions) == len(outputs.attentions) == 5
+    for depth, heads in zip(outputs.depth_attentions, outputs.attentions):
+        assert len(depth) == model.config.num_sites
+        for weights, first_layer in zip(depth, heads[:1] * len(depth)):
+            assert weights.shape[:2] == (first_layer.shape[0], first_layer.shape[2])
+
+    repeats = len(outputs.sequences) // len(input_ids)
+    mask = torch.cat([mask.repeat_interleave(repeats, 0), torch.ones(len(outputs.sequences), 4, dtype=int)], dim=1)
+    position_ids = (mask.cumsum(-1) - 1).clamp(min=0)
+    with torch.no_grad():
+        plain = model(
+            outputs.sequences[:, :-1], attention_mask=mask, position_ids=position_ids, output_depth_attentions=True
+        )
+    for site, expected in enumerate(plain.depth_attentions):
+        steps = [step[site] for step in outputs.depth_attentions]
+        actual = torch.cat(steps, dim=1) if use_cache else steps[-1]
+        torch.testing.assert_close(actual[mask.bool()], expected[mask.bool()])
+
+    for before in ("depth_attentions", "sequences"):  # a result like any other
+        assert before in outputs and outputs[before] is getattr(outputs, before)
+
+
+def test_depth_attentions_of_beams(model, input_ids):
+    model.set_attn_implementation("eager")
+    outputs = generate(
+        model,
+        input_ids,
+        num_beams=3,
+        return_dict_in_generate=True,
+        output_attentions=True,
+        output_depth_attentions=True,
+        output_scores=True,
+    )
+    for depth, heads in zip(outputs.depth_attentions, outputs.attentions, strict=True):
+        assert {weights.shape[:2] for weights in depth} == {(heads[0].shape[0], heads[0].shape[2])}
+    assert outputs.beam_indices is not None
+
+
+def test_depth_attentions_of_generation_only_where_they_are_whole(model, input_ids):
+    wanted = {"output_depth_attentions": True, "return_dict_in_generate": True}
+    assistant = convert(tiny_base_model("qwen3", seed=1), 2)
+    for options in (
+        {"assistant_model": assistant},
+        {"assistant_early_exit": 2},
+        {"prompt_lookup_num_tokens": 3},
+        {"prefill_chunk_size": 4},
+        {"generation_config": GenerationConfig(prefill_chunk_size=4)},
+    ):
+        name = list(options.get("generation_config", options) and options)[0].replace(
+            "generation_config", "prefill_chunk_size"
+        )
+        with pytest.raises(ValueError, match=f"`output_depth_attentions=True` cannot be combined with `{name}`"):
+            model.generate(input_ids[:1], **options, **wanted)
+    # an assistant's own steps are not taken for those of the model that it helps, and nothing is kept behind
+    assert "depth_attentions" not in generate(model, input_ids[:1], return_dict_in_generate=True)
+    assert isinstance(generate(model, input_ids, output_depth_attentions=True), torch.Tensor)
+
+
 def test_packed_sequences(model):
     first, second = torch.randint(3, 97, (1, 6)), torch.randint(3, 97, (1, 4))
     position_ids = torch.tensor([[0, 1, 2, 3, 4, 5, 0, 1, 2, 3]])
@@ -99,6 +177,38 @@ def test_continuous_batching(input_ids):
     )
     generated = {tuple(output.prompt_ids): output.generated_tokens for output in outputs.values()}
     assert [generated[tuple(ids)] for ids in input_ids.tolist()] == expected.tolist()
+
+
+BAD_REQUESTS = """
+import json, sys, torch
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig
+import attnres
+
+model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
+good = [5, 6, 7]
+bad = [[], "hello", None, 5, ["5"], [5.0], [True], [5, 97], [-1, 5], [[5]], torch.tensor([]), torch.tensor([[5]])]
+requests = ["hello", 5, None, torch.tensor([good]), good, *([prompt] for prompt in bad), *([good, prompt] for prompt in bad)]
+config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
+batching = ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32)
+for inputs in requests:
+    try:
+        model.generate_batch(inputs, generation_config=config, continuous_batching_config=batching)
+    except ValueError as error:
+        print(json.dumps(str(error)))
+    else:
+        print("taken:", inputs)
+outputs = model.generate_batch([good, tuple(good), torch.tensor(good)], generation_config=config, continuous_batching_config=batching)
+print(sum(len(output.generated_tokens) for output in outputs.values()))
+"""
+
+
+def test_bad_requests_of_continuous_batching(tmp_path):
+    """In a process with a time limit, as what is wrong must not come to the thread that generates."""
+    convert(tiny_base_model("llama"), 3).save_pretrained(tmp_path)
+    *errors, tokens = run_python(BAD_REQUESTS, tmp_path).splitlines()
+    assert tokens == "9" and len(errors) == 29
+    for error in errors:
+        assert re.search(r"`inputs(\[[01]\])?\b", error) and "taken" not in error, error
 
 
 def test_quantized_cache(input_ids):
