@@ -21,9 +21,10 @@ from transformers import AutoModelForCausalLM
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite, surroundings
-from attnres.eval.harness import Finished, ModelResults, Unavailable, _sample, load_tasks, task_manager
+from attnres.eval.harness import Unavailable, _sample, load_tasks, task_manager
 from attnres.eval.report import rebuild
 from attnres.eval.sandbox import run_program
+from attnres.eval.saved import Finished, ModelResults
 from attnres.eval.statistics import bootstrap_interval, compare, holm, score
 
 
@@ -44,33 +45,51 @@ def paper(manager, tmp_path_factory):
 
 
 @pytest.fixture
-def quick_eval(paper, tmp_path):
+def named_models(tmp_path):
+    """Makes folders that a name alone tells from each other."""
+
+    def make(*names):
+        folders = [tmp_path / "named" / name for name in names]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps({"name": folder.name}))
+        return [str(folder) for folder in folders]
+
+    return make
+
+
+@pytest.fixture
+def quick_eval(paper, named_models, tmp_path):
     """Evaluates named answerers on the rows of `quick`; the name says which documents one gets wrong."""
     root, tasks = paper
     answerers = {}
 
     def make_model(model, options, device, batch_size):
-        wrong = {"right": (), "wrong": range(1000), "some": (1, 4, 7), "other": (2, 4)}[model.path]
-        answerers[model.path] = Answerer(tasks, lambda task, doc_id: doc_id in wrong)
-        return answerers[model.path]
+        name = model.name.removesuffix("-again")
+        wrong = {"right": (), "wrong": range(1000), "some": (1, 4, 7), "other": (2, 4)}[name]
+        answerers[name] = Answerer(tasks, lambda task, doc_id: doc_id in wrong)
+        return answerers[name]
 
-    def run(*models, output=tmp_path / "out", suite="quick", **kwargs):
-        return evaluate(list(models), output, suite=suite, data_root=root, make_model=make_model, **kwargs)
+    def run(*names, output=tmp_path / "out", suite="quick", **kwargs):
+        return evaluate(
+            named_models(*names), output, suite=suite, **{"data_root": root, "make_model": make_model, **kwargs}
+        )
 
     run.answerers = answerers
     return run
 
 
-def test_right_and_wrong_answers_on_every_row(paper, tmp_path):
+def test_right_and_wrong_answers_on_every_row(paper, named_models, tmp_path):
     """Through every prompt, filter and metric of the paper's table, generated programs included."""
     root, tasks = paper
+    models, output = named_models("right", "wrong"), tmp_path / "out"
     results = evaluate(
-        ["right", "wrong"],
-        tmp_path,
+        models,
+        output,
         suite="paper",
         data_root=root,
         allow_code_execution=True,
-        make_model=lambda model, *args: Answerer(tasks, lambda task, doc_id: model.path == "wrong"),
+        make_model=lambda model, *args: Answerer(tasks, lambda task, doc_id: model.name == "wrong"),
     )
     assert [row["benchmark"]["name"] for row in results["rows"]] == [row.name for row in load_suite("paper")]
     assert not results["skipped"] and len(results["rows"]) == 15
@@ -78,13 +97,11 @@ def test_right_and_wrong_answers_on_every_row(paper, tmp_path):
         assert row["scores"][0] == [1.0, 0.0] and row["scores"][1] == [0.0, 0.0], row["benchmark"]["name"]
         assert row["comparisons"][0]["difference"] == -1.0
     # a rerun takes everything from the files, and the report from its own
-    again = evaluate(
-        ["right", "wrong"], tmp_path, suite="paper", data_root=root, allow_code_execution=True, make_model=None
-    )
+    again = evaluate(models, output, suite="paper", data_root=root, allow_code_execution=True, make_model=None)
     assert again == results
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    before = {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()}
     assert before.keys() == {"results.json", "table.md", "differences.png", "differences.svg"}
-    for path in rebuild(tmp_path):
+    for path in rebuild(output):
         assert path.suffix == ".png" or path.read_bytes() == before[path.name]
 
 
@@ -101,7 +118,7 @@ def test_planted_errors(quick_eval):
 
 
 def test_identical_models(quick_eval):
-    for row in quick_eval("some", EvalModel("some", revision="again"))["rows"]:
+    for row in quick_eval("some", "some-again")["rows"]:
         comparison = row["comparisons"][0]
         assert comparison["difference"] == 0 and comparison["interval"] == (0, 0)
         assert comparison["p_value"] == comparison["p_holm"] == 1
@@ -164,11 +181,11 @@ def test_other_data_is_not_taken_for_the_same(quick_eval, paper, tmp_path):
     shutil.copytree(paper[0], changed)
     (changed / "note.txt").write_text("another")
     answerer = Answerer(paper[1])
-    kwargs = {"suite": "quick", "data_root": changed, "make_model": lambda *args: answerer}
-    evaluate(["right"], tmp_path / "out", **kwargs)
+    quick_eval("right", data_root=changed, make_model=lambda *args: answerer)
     assert {task for task, _ in answerer.asked} == {"arc_challenge", "hellaswag"}
-    model, benchmark = ModelResults(tmp_path / "odd", EvalModel("x"), EvalOptions()), load_suite("quick")[0]
-    finished = Finished([{"response": "a\u2028b\x85c\ud800"}], "acc", "none", {}, {})
+    model = ModelResults(tmp_path / "odd", EvalModel(str(tmp_path / "named/right")), EvalOptions(), {})
+    benchmark = load_suite("quick")[0]
+    finished = Finished([{"resps": [["a\u2028b\x85c\ud800"]]}], "acc", "none", {}, {}, {}, [])
     model.save(benchmark, finished)
     assert model.load(benchmark) == finished
 
@@ -176,9 +193,7 @@ def test_other_data_is_not_taken_for_the_same(quick_eval, paper, tmp_path):
 def test_missing_data_skips_a_row(quick_eval, paper, tmp_path):
     root = tmp_path / "part"
     shutil.copytree(paper[0] / "Rowan", root / "Rowan")
-    results = evaluate(
-        ["right"], tmp_path / "out", suite="quick", data_root=root, make_model=lambda *args: Answerer(paper[1])
-    )
+    results = quick_eval("right", data_root=root)
     assert [row["benchmark"]["name"] for row in results["rows"]] == ["HellaSwag"]
     assert "To mend it: " in results["skipped"]["ARC-Challenge"]
     assert "ARC-Challenge was skipped" in (tmp_path / "out/table.md").read_text()
@@ -201,7 +216,7 @@ def test_lm_eval_runs_our_suites(checkpoints, paper, manager, tmp_path):
     """Through its own program, with the numbers of examples that the suites ask for."""
     import attnres.eval
 
-    for name in ("paper", "core", "quick"):
+    for name in ("paper", "core", "chat", "quick"):
         config = yaml.safe_load((Path(attnres.eval.__file__).parent / f"tasks/attnres_{name}.yaml").read_text())
         shots = {entry.get("group") or entry["task"]: entry["num_fewshot"] for entry in config["task"]}
         assert shots == {task: row.num_fewshot for row in load_suite(name) for task in row.tasks}
@@ -308,8 +323,8 @@ def test_adapters_templates_and_batches(checkpoints, paper, tmp_path):
 
     results = run("plain", str(base), EvalModel(str(base), peft=str(tmp_path / "adapter")))
     assert [model["name"] for model in results["models"]] == ["base", "base+adapter"]
-    plain = samples("plain/models/base-*/*.jsonl", "response")
-    assert len(plain) == 34 and plain != samples("plain/models/base+adapter-*/*.jsonl", "response")
+    plain = samples("plain/models/base-*/*.jsonl", "resps")
+    assert len(plain) == 34 and plain != samples("plain/models/base+adapter-*/*.jsonl", "resps")
     for output, batch_size in (("batched", 8), ("automatic", "auto")):
         run(output, str(base), batch_size=batch_size)
         assert samples(f"{output}/models/base-*/*.jsonl", "score") == samples("plain/models/base-*/*.jsonl", "score")
@@ -405,7 +420,7 @@ def test_reasons(error, way_out):
     [
         (["eval", "./nowhere", "--suite", "quick"], "There is no folder `./nowhere`"),
         (["eval", "model"], "There is nothing to evaluate on: give a suite or tasks"),
-        (["eval", "model", "--suite", "best"], "`suite='best'` is neither one of paper, core, quick nor a file"),
+        (["eval", "model", "--suite", "best"], "`suite='best'` is neither one of paper, core, chat, quick nor a file"),
         (["eval", "model", "--tasks", "arc_chalenge"], "`arc_chalenge` is not a task of lm-eval"),
         (["eval", "model", "--suite", "quick", "--device", "cuda:99"], "`device='cuda:99'` is not there"),
         (["eval", "model", "--suite", "quick", "--device", "abacus"], "`device='abacus'` is not there"),
@@ -447,8 +462,8 @@ def test_comparison_by_hand():
 def test_perplexities_become_scores():
     """The inverse, by document: lm-eval gives the log-likelihood and the number of bytes."""
     hashes = dict.fromkeys(("doc_hash", "prompt_hash", "target_hash"), "")
-    sample = {"doc_id": 0, "target": "x", "filtered_resps": [-20.0], "byte_perplexity": (-20.0, 10), **hashes}
-    assert _sample("task", sample, "byte_perplexity")["score"] == pytest.approx(np.exp(-2))
+    sample = {"doc_id": 0, "target": "x", "resps": [], "filtered_resps": [], "byte_perplexity": (-20.0, 10), **hashes}
+    assert _sample("task", sample, "byte_perplexity", None)["score"] == pytest.approx(np.exp(-2))
 
 
 def test_scores_that_are_not_zero_or_one():
