@@ -14,6 +14,7 @@
 """The `attnres` program."""
 
 import os
+import shlex
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
@@ -181,14 +182,23 @@ def export(
 def eval_(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="The first is the baseline.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="For samples, tables, plots.")] = Path("attnres-eval"),
-    suite: Annotated[str | None, typer.Option(help="paper, core, quick, or a YAML file.")] = None,
+    suite: Annotated[str | None, typer.Option(help="paper, core, chat, quick, or a YAML file.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, separated by commas.")] = None,
     peft: Annotated[str | None, typer.Option(help="Adapter on the last model.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Documents per task, to try things out.")] = None,
     batch_size: Annotated[str, typer.Option(help="A number, or auto.")] = "1",
     device: Annotated[str | None, typer.Option(help="cpu, cuda:0 ... [default: a GPU if there is one]")] = None,
     dtype: Annotated[str, typer.Option(help="auto is that of the checkpoint.")] = "auto",
-    chat_template: Annotated[bool, typer.Option("--chat-template", help="Apply the chat template.")] = False,
+    apply_chat_template: Annotated[
+        bool,
+        typer.Option(
+            "--apply-chat-template", "--chat-template", help="Make the prompts conversations; chat implies it."
+        ),
+    ] = False,
+    max_gen_toks: Annotated[
+        int | None, typer.Option(min=1, help="Tokens that an answer may have. [default: by benchmark]")
+    ] = None,
+    no_samples: Annotated[bool, typer.Option("--no-samples", help="Keep scores alone, not the answers.")] = False,
     seed: Annotated[int, typer.Option(help="Of the examples in prompts and of the resampling.")] = 0,
     data_root: Annotated[Path | None, typer.Option(help="Folder with data sets named like the Hub's.")] = None,
     include_path: Annotated[Path | None, typer.Option(help="Folder with further tasks of lm-eval.")] = None,
@@ -201,7 +211,7 @@ def eval_(
     """Evaluate models with lm-eval and compare them with the first one. Exit code 3 if benchmarks were skipped."""
     from .eval import EvalModel, EvalOptions, evaluate
     from .eval import prefetch as fetch
-    from .eval.report import scores
+    from .eval.report import cut_off_warnings, scores
 
     names = tasks.split(",") if tasks else []
     if prefetch:
@@ -211,7 +221,14 @@ def eval_(
         described = [EvalModel(model) for model in models]
         if peft is not None:
             described[-1] = EvalModel(models[-1], peft=peft)
-        options = EvalOptions(limit=limit, apply_chat_template=chat_template, seed=seed, dtype=dtype, backend=backend)
+        options = EvalOptions(
+            limit=limit,
+            apply_chat_template=apply_chat_template,
+            max_gen_toks=max_gen_toks,
+            seed=seed,
+            dtype=dtype,
+            backend=backend,
+        )
         results = evaluate(
             described,
             output,
@@ -223,8 +240,12 @@ def eval_(
             data_root=data_root,
             include_path=include_path,
             allow_code_execution=allow_code_execution,
+            keep_samples=not no_samples,
+            command=shlex.join(["attnres", *sys.argv[1:]]),
         )
         console.print(scores(results))
+        for warning in cut_off_warnings(results):
+            console.print(f"[yellow]Note:[/] {escape(warning)}", highlight=False)
         console.print(f"Wrote {output}/results.json, table.md, the samples and plots", highlight=False)
         skipped = results["skipped"]
     for name, reason in skipped.items():

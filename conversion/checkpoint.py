@@ -141,6 +141,23 @@ def read_config_dict(source: str | Path, revision: str | None = None) -> dict:
     return config_dict
 
 
+def hub_commit(source: str | Path, revision: str | None = None, file: str = "config.json") -> str | None:
+    """The commit that a revision of a Hub repository is at, `None` for a folder. Errors as for `read_config_dict`.
+
+    Args:
+        file: one that such a repository has; it is downloaded. Without internet the commit is the one in the cache.
+    """
+    if _local_folder(source, revision) is not None:
+        return None
+    with _hub_errors(source, revision):
+        try:
+            return Path(hf_hub_download(str(source), file, revision=revision)).parent.name
+        except LocalEntryNotFoundError:
+            raise
+        except EntryNotFoundError:
+            raise OSError(f"`{source}` holds no {file}.") from None
+
+
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
     """A checkpoint from a folder, or from the Hub through its cache, with everything about it checked but the values.
 

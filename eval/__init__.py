@@ -25,6 +25,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 
+from ..fingerprint import folder_fingerprint
 from . import report
 from .harness import (
     Benchmark,
@@ -32,13 +33,15 @@ from .harness import (
     EvalOptions,
     Unavailable,
     benchmarks_of_tasks,
-    digest,
+    check_chat_template,
     load_model,
     load_suite,
     load_tasks,
     run,
     task_manager,
+    versions,
 )
+from .saved import ModelResults, is_first_process, output_folder
 
 
 __all__ = ["Benchmark", "EvalModel", "EvalOptions", "evaluate", "load_suite", "prefetch"]
@@ -56,6 +59,8 @@ def evaluate(
     data_root: str | Path | None = None,
     include_path: str | Path | None = None,
     allow_code_execution: bool = False,
+    keep_samples: bool = True,
+    command: str | None = None,
     make_model: Callable = load_model,
 ) -> dict[str, Any]:
     """Evaluate models on a suite or on tasks of lm-eval, and compare all of them with the first one.
@@ -65,20 +70,22 @@ def evaluate(
     Args:
         models: folders or Hub ids.
         output: folder for samples, `results.json`, `table.md` and the plots.
-        suite: `paper`, `core`, `quick` or a YAML file with rows like theirs.
+        suite: `paper`, `core`, `chat`, `quick` or a YAML file with rows like theirs.
         tasks: names of tasks of lm-eval, in place of a suite or beside it.
         device: by default a GPU if there is one.
         data_root: a folder with data sets in folders named like the Hub's; relative to it they are looked up first.
         include_path: a folder with further tasks of lm-eval.
         allow_code_execution: run benchmarks that execute generated code.
+        keep_samples: keep what the models answered, not only the scores.
+        command: what to record as the command of this run.
 
     Returns:
         The content of `results.json`.
 
     Raises:
-        ValueError: for what does not exist or contradicts itself, before any model is loaded.
+        ValueError, OSError: for what does not exist or contradicts itself, before any model is loaded.
     """
-    models = [absolute(EvalModel(model) if isinstance(model, str) else model) for model in models]
+    models = [EvalModel(model) if isinstance(model, str) else model for model in models]
     if not models:
         raise ValueError("There is no model to evaluate.")
     options = options or EvalOptions()
@@ -102,32 +109,36 @@ def evaluate(
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"`device={device!r}` is not there: {str(error).splitlines()[0]}") from None
-    for model in models:
-        if model.path.startswith((".", "/", "~")) and not Path(model.path).is_dir():
-            raise ValueError(f"There is no folder `{model.path}`.")
+    models = [model.resolved() for model in models]
+    if options.apply_chat_template or any(benchmark.apply_chat_template for benchmark in benchmarks):
+        for model in models:
+            check_chat_template(model)
     options = replace(
         options,
-        data_digest=None if data_root is None else digest(Path(data_root)),
-        tasks_digest=None if include_path is None else digest(Path(include_path)),
+        data_digest=None if data_root is None else folder_fingerprint(data_root),
+        tasks_digest=None if include_path is None else folder_fingerprint(include_path),
         processes=int(os.environ.get("WORLD_SIZE", "1")),
     )
-    output = Path(output).expanduser().absolute()
-    output.mkdir(parents=True, exist_ok=True)
-    with surroundings(data_root, allow_code_execution):
-        finished, skipped = run(
-            models,
-            benchmarks,
-            output,
-            options=options,
-            manager=manager,
-            device=device,
-            batch_size=batch_size,
-            allow_code_execution=allow_code_execution,
-            make_model=make_model,
-        )
-    results = report.summarize(models, benchmarks, finished, skipped, output, options)
-    if int(os.environ.get("RANK", "0")) == 0:
-        report.write(results, output)
+    with output_folder(output) as output:
+        if is_first_process():
+            report.keep_what_is_not_ours(output)
+        saved = [ModelResults(output, model, options, versions()) for model in models]
+        with surroundings(data_root, allow_code_execution):
+            finished, skipped = run(
+                saved,
+                benchmarks,
+                options=options,
+                manager=manager,
+                device=device,
+                batch_size=batch_size,
+                command=command,
+                keep_samples=keep_samples,
+                allow_code_execution=allow_code_execution,
+                make_model=make_model,
+            )
+        results = report.summarize(saved, benchmarks, finished, skipped, options)
+        if is_first_process():
+            report.write(results, output)
     return results
 
 
@@ -154,16 +165,6 @@ def prefetch(
             except Unavailable as error:
                 skipped[benchmark.name] = str(error)
     return there, skipped
-
-
-def absolute(model: EvalModel) -> EvalModel:
-    """With folders that do not depend on where the process is."""
-    folders = {
-        name: str(Path(path).expanduser().absolute())
-        for name, path in (("path", model.path), ("peft", model.peft))
-        if path is not None and Path(path).expanduser().is_dir()
-    }
-    return replace(model, **folders)
 
 
 @contextlib.contextmanager

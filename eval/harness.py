@@ -11,44 +11,41 @@
 # WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
 # See the License for the specific language governing permissions and
 # limitations under the License.
-"""Running benchmarks of lm-eval on models, one at a time, with every finished one saved at once.
+"""Running benchmarks of lm-eval on models, one at a time, with every finished one saved at once."""
 
-In the output folder every model has a folder of its own, named after it and after a fingerprint of all that decides
-its scores: the checkpoint's files, dtype, adapter, chat template, limit, seed and the versions of the libraries. A
-finished benchmark is two files there: its samples, and then its summary, by which a later run knows that it is done.
-What an unfinished one has answered so far is a file beside them.
-"""
-
-import contextlib
+import collections
 import functools
 import gc
 import hashlib
-import json
 import math
 import os
-import re
+import platform
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass, replace
 from importlib import metadata, resources
 from pathlib import Path
 from typing import Any
 
 import lm_eval
-import numpy as np
+import torch
 import yaml
 from accelerate import PartialState
+from huggingface_hub import snapshot_download
 from huggingface_hub.utils import tqdm
-from lm_eval.api.model import LM, CacheHook, CachingLM
+from lm_eval.api.instance import Instance
+from lm_eval.api.model import LM, hash_args
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
-from transformers import set_seed
+from transformers import AutoTokenizer, set_seed
 
-from ..outputs import write_file
+from ..conversion.checkpoint import hub_commit
+from ..fingerprint import checkpoint_fingerprint
+from .saved import CachedLM, Finished, ModelResults
 
 
-SUITES = ("paper", "core", "quick")
-CHECKPOINT_FILES = (".json", ".safetensors", ".jinja", ".model", ".txt", ".py")
+SUITES = ("paper", "core", "chat", "quick")
 VERSIONS = ("attnres", "lm_eval", "transformers", "torch", "datasets", "tokenizers")
 
 
@@ -57,7 +54,8 @@ class Benchmark:
     """One row of a suite: tasks of lm-eval, and which of their figures is the score.
 
     `paper` holds the figures of the paper's PreNorm and AttnRes models, in percent; `filter` is lm-eval's name for a
-    way to read an answer out of a response.
+    way to read an answer out of a response. `max_gen_toks` limits the length of an answer in tokens, in place of the
+    task's own limit. `apply_chat_template` makes a conversation of the prompt, with each example a turn.
     """
 
     name: str
@@ -65,6 +63,8 @@ class Benchmark:
     metric: str
     filter: str = "none"
     num_fewshot: int | None = None
+    max_gen_toks: int | None = None
+    apply_chat_template: bool = False
     runs_code: bool = False
     paper: tuple[float, float] | None = None
 
@@ -121,6 +121,7 @@ class EvalOptions:
 
     limit: int | None = None
     apply_chat_template: bool = False
+    max_gen_toks: int | None = None
     seed: int = 0
     dtype: str = "auto"
     backend: str = "hf"
@@ -136,168 +137,89 @@ class EvalModel:
     path: str
     peft: str | None = None
     revision: str | None = None
+    peft_revision: str | None = None
 
     @property
     def name(self) -> str:
         name = Path(self.path).absolute().name if Path(self.path).exists() else self.path
         return name if self.peft is None else f"{name}+{Path(self.peft).name}"
 
+    def resolved(self) -> "EvalModel":
+        """With folders that do not depend on where the process is, and with the commits of what is on the Hub.
+
+        Raises:
+            OSError: if there is neither such a folder nor such a repository.
+        """
+        commit = hub_commit(self.path, self.revision)
+        resolved = replace(self, path=_absolute(self.path) if commit is None else self.path, revision=commit)
+        if self.peft is None:
+            return resolved
+        commit = hub_commit(self.peft, self.peft_revision, file="adapter_config.json")
+        return replace(resolved, peft=_absolute(self.peft) if commit is None else self.peft, peft_revision=commit)
+
     def fingerprint(self) -> dict[str, Any]:
-        """What tells this checkpoint from another one."""
-        # The same files elsewhere are the same model
-        described = {
-            kind: digest(Path(path), CHECKPOINT_FILES) if Path(path).is_dir() else path
-            for kind, path in (("model", self.path), ("peft", self.peft))
-            if path is not None
-        }
-        return {**described, "revision": self.revision}
+        """What tells this model from another one: the fingerprint of a folder, the id and commit of a repository."""
+        described = {"model": (self.path, self.revision), "peft": (self.peft, self.peft_revision)}
+        return {kind: path and _fingerprint(path, commit) for kind, (path, commit) in described.items()}
 
 
-def digest(folder: Path, suffixes: tuple[str, ...] = ("",)) -> str:
-    """A hash over the files in a folder: small ones by content, large ones by size and their first and last bytes."""
-    hashed = hashlib.sha256()
-    for path in sorted(folder.rglob("*")):
-        if path.name.endswith(suffixes) and path.is_file() and not path.name.startswith("conversion_report"):
-            size = path.stat().st_size
-            hashed.update(f"{path.relative_to(folder).as_posix()} {size}\n".encode())
-            with path.open("rb") as file:
-                hashed.update(file.read(1 << 20))
-                if size > 1 << 20:
-                    file.seek(-(1 << 20), os.SEEK_END)
-                    hashed.update(file.read())
-    return hashed.hexdigest()
+def _absolute(folder: str) -> str:
+    return str(Path(folder).expanduser().absolute())
+
+
+def _fingerprint(path: str, commit: str | None) -> dict[str, str]:
+    # The same files elsewhere are the same model
+    return {"id": path, "commit": commit} if commit else {"fingerprint": checkpoint_fingerprint(path)}
 
 
 def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in VERSIONS}
 
 
+def check_chat_template(model: EvalModel):
+    """Raise a `ValueError` if a model has no chat template."""
+    if not AutoTokenizer.from_pretrained(model.path, revision=model.revision or "main").chat_template:
+        raise ValueError(
+            f"`{model.path}` has no chat template, and the prompts are to be put into one. Evaluate it without"
+            " `--apply-chat-template` and the suite `chat`, or add its chat_template.jinja."
+        )
+
+
+class TransformersLM(HFLM):
+    """lm-eval's wrapper of transformers models, which tells as well which answers the limit of length has cut off."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        # One for each answer, until it is reported to the cache hook
+        self.cut_off: collections.deque[bool] = collections.deque()
+
+    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs) -> torch.Tensor:
+        sequences = super()._model_generate(context, max_length, stop, **kwargs)
+        end = self.model.generation_config.eos_token_id
+        ends = set(end if isinstance(end, list) else [end])
+        for answer in sequences[:, context.shape[1] :].tolist():
+            text = self.tok_decode(answer, skip_special_tokens=False)
+            has_ended = not ends.isdisjoint(answer) or any(word in text for word in stop)
+            self.cut_off.append(sequences.shape[1] >= max_length and not has_ended)
+        return sequences
+
+
 def load_model(model: EvalModel, options: EvalOptions, device: str, batch_size: int | str) -> LM:
     """lm-eval's own wrapper of a transformers model, or of one in vLLM."""
+    peft = model.peft
+    if model.peft_revision is not None:
+        peft = snapshot_download(model.peft, revision=model.peft_revision)
     arguments = {"pretrained": model.path, "revision": model.revision or "main", "dtype": options.dtype}
     if options.backend == "vllm":
-        if model.peft is not None:
-            arguments["lora_local_path"] = model.peft
+        if peft is not None:
+            arguments["lora_local_path"] = peft
         return get_model("vllm").create_from_arg_obj(arguments, {"batch_size": batch_size, "device": device})
-    lm = HFLM(**arguments, peft=model.peft, device=device, batch_size=batch_size, backend="causal")
+    lm = TransformersLM(**arguments, peft=peft, device=device, batch_size=batch_size, backend="causal")
     if hasattr(lm, "accelerator"):
         # lm-eval divides the documents among processes only where there are several GPUs in one machine; elsewhere
         # each process would do all of them and think itself the first
         lm._rank, lm._world_size = lm.accelerator.process_index, lm.accelerator.num_processes
     return lm
-
-
-@dataclass(frozen=True)
-class Finished:
-    """One benchmark done by one model: samples in the order of tasks and documents."""
-
-    samples: list[dict[str, Any]]
-    metric: str
-    filter: str
-    num_fewshot: dict[str, int]
-    task_versions: dict[str, Any]
-
-    def scores(self) -> dict[str, np.ndarray]:
-        """By subtask, `[documents]`."""
-        by_task: dict[str, list[float]] = {}
-        for sample in self.samples:
-            by_task.setdefault(sample["task"], []).append(float(sample["score"]))
-        return {task: np.array(values) for task, values in by_task.items()}
-
-
-class ModelResults:
-    """The folder of one model: what it has finished, and where more goes."""
-
-    def __init__(self, output: Path, model: EvalModel, options: EvalOptions):
-        self.identity = {"model": model.fingerprint(), "options": asdict(options), "versions": versions()}
-        digest = hashlib.sha256(json.dumps(self.identity, sort_keys=True).encode()).hexdigest()[:12]
-        slug = re.sub(r"[^\w.+-]", "_", model.name)
-        self.folder = output / "models" / f"{slug}-{digest}"
-
-    def _paths(self, benchmark: Benchmark) -> tuple[Path, Path]:
-        definition = json.dumps(asdict(benchmark), sort_keys=True, default=list)
-        digest = hashlib.sha256(definition.encode()).hexdigest()[:8]
-        slug = re.sub(r"[^\w.+-]", "_", benchmark.name)
-        return self.folder / f"{slug}-{digest}.jsonl", self.folder / f"{slug}-{digest}.json"
-
-    def load(self, benchmark: Benchmark) -> Finished | None:
-        """What was saved of a benchmark; `None` if it was not finished."""
-        samples_path, summary_path = self._paths(benchmark)
-        if not summary_path.exists():
-            return None
-        summary = json.loads(summary_path.read_text(encoding="utf-8"))
-        content = samples_path.read_bytes()
-        if hashlib.sha256(content).hexdigest() != summary["samples_sha256"]:
-            return None  # somebody has changed it: it is run again
-        samples = [json.loads(line) for line in content.decode("utf-8").splitlines()]
-        return Finished(samples=samples, **summary["finished"])
-
-    def save(self, benchmark: Benchmark, finished: Finished):
-        """Samples first, the summary that says they are whole last; each is written beside and renamed."""
-        self.folder.mkdir(parents=True, exist_ok=True)
-        samples_path, summary_path = self._paths(benchmark)
-        # ASCII: a response may hold what ends a line for Python, or half a surrogate pair
-        content = "".join(json.dumps(sample) + "\n" for sample in finished.samples).encode()
-        described = {name: value for name, value in asdict(finished).items() if name != "samples"}
-        summary = {
-            "benchmark": asdict(benchmark),
-            "identity": self.identity,
-            "samples_sha256": hashlib.sha256(content).hexdigest(),
-            "finished": described,
-        }
-        write_file(samples_path, content)
-        write_file(summary_path, json.dumps(summary, indent=2) + "\n")
-
-    @contextlib.contextmanager
-    def resumable(self, benchmark: Benchmark, lm: LM) -> Iterator[LM]:
-        """The model, with every answer of its own kept until the benchmark is saved."""
-        samples_path, _ = self._paths(benchmark)
-        path = samples_path.with_name(f".{samples_path.stem}.{lm.rank}-of-{lm.world_size}.answers")
-        with _Answers(path) as answers:
-            yield _Remembering(lm, answers)
-            path.unlink()  # and not after an error: the next run goes on from there
-        lm.set_cache_hook(CacheHook(None))
-
-
-class _Remembering(CachingLM):
-    """lm-eval's cache of responses, on a file of lines. It is keyed by requests alone, so each model has its own.
-
-    Its own database costs a fifth of the time of a small model, and runs what somebody else may have pickled into it.
-    """
-
-    def __init__(self, lm: LM, answers: "_Answers"):
-        self.lm, self.cache_db, self.dbdict = lm, str(answers.path), answers
-        lm.set_cache_hook(self.get_cache_hook())
-
-
-class _Answers(dict):
-    """What was answered, by the hash of the request; what is added goes to a file at once."""
-
-    def __init__(self, path: Path):
-        super().__init__()
-        self.path = path
-
-    def __enter__(self) -> "_Answers":
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        whole = b""
-        if self.path.exists():
-            whole = self.path.read_bytes()
-            whole = whole[: whole.rfind(b"\n") + 1]  # a kill may have cut the last line
-            self.update(json.loads(line) for line in whole.splitlines())
-        self._file = self.path.open("ab", buffering=0)
-        self._file.truncate(len(whole))
-        return self
-
-    def __exit__(self, *exception):
-        self._file.close()
-
-    def __setitem__(self, key: str, value: Any):
-        if key not in self:
-            super().__setitem__(key, value)
-            self._file.write(json.dumps([key, value]).encode() + b"\n")
-
-    def commit(self):
-        """Every line is written already."""
 
 
 class Unavailable(Exception):
@@ -326,29 +248,56 @@ def load_tasks(benchmark: Benchmark, manager: TaskManager) -> list:
         raise Unavailable(f"{text} To mend it: {way_out}.") from error
 
 
-def run_benchmark(benchmark: Benchmark, tasks: list, lm: LM, options: EvalOptions) -> Finished | None:
-    """Evaluate one model on one benchmark. `None` in all processes but the first.
-
-    Raises:
-        ValueError: if the tasks do not give the metric.
-    """
-    set_seed(options.seed)
+def prepare_tasks(benchmark: Benchmark, tasks: list, options: EvalOptions):
+    """Set what a benchmark and the options ask for in place of the tasks' own settings."""
+    max_gen_toks = options.max_gen_toks or benchmark.max_gen_toks
     for task in tasks:
+        if max_gen_toks is not None and task.OUTPUT_TYPE == "generate_until":
+            # A new dictionary, because tasks may share one
+            task.set_config("generation_kwargs", {**task.config.generation_kwargs, "max_gen_toks": max_gen_toks})
         # As `simple_evaluate` does, which also collects facts about the machine, half a second each time
         if benchmark.num_fewshot is not None and task.get_config("num_fewshot") != 0:
             task.set_config(key="num_fewshot", value=benchmark.num_fewshot)
         elif task.get_config("num_fewshot") is None:
             task.set_config(key="num_fewshot", value=0)
         task.set_fewshot_seed(seed=options.seed)
+
+
+def check_room(tasks: list, lm: LM):
+    """Raise `Unavailable` if a model takes fewer tokens than an answer may have."""
+    longest = max((settings["max_gen_toks"] for settings in generation_settings(tasks, lm).values()), default=0)
+    if longest >= getattr(lm, "max_length", math.inf):
+        raise Unavailable(
+            f"its answers may have {longest} tokens, and a model takes {lm.max_length} with the prompt;"
+            " `--max-gen-toks` allows fewer"
+        )
+
+
+def generation_settings(tasks: list, lm: LM) -> dict[str, dict[str, Any]]:
+    """How answers are written, by task: the limit of their length, where they stop, and how tokens are chosen."""
+    default = getattr(lm, "max_gen_toks", 256)
+    written = [task for task in tasks if task.OUTPUT_TYPE == "generate_until"]
+    return {task.config.task: normalize_gen_kwargs(task.config.generation_kwargs, default) for task in written}
+
+
+def run_benchmark(benchmark: Benchmark, tasks: list, lm: CachedLM, options: EvalOptions) -> Finished | None:
+    """Evaluate one model on one benchmark. `None` in all processes but the first.
+
+    Raises:
+        ValueError: if the tasks do not give the metric.
+    """
+    set_seed(options.seed)
+    chat = options.apply_chat_template or benchmark.apply_chat_template
     results = lm_eval.evaluate(
         lm=lm,
         task_dict={"tasks": {task.config.task: task for task in tasks}, "groups": {}},
         limit=options.limit,
         bootstrap_iters=0,  # the errors come from the samples
-        apply_chat_template=options.apply_chat_template,
-        fewshot_as_multiturn=options.apply_chat_template,
+        apply_chat_template=chat,
+        fewshot_as_multiturn=chat,
         confirm_run_unsafe_code=benchmark.runs_code,
     )
+    cut_off = cut_off_answers(tasks, lm)
     if results is None:
         return None
     metric, filter_name = benchmark.metric, benchmark.filter
@@ -360,17 +309,43 @@ def run_benchmark(benchmark: Benchmark, tasks: list, lm: LM, options: EvalOption
         if not chosen or metric not in chosen[0]:
             have = sorted({(name, sample["filter"]) for sample in task_samples for name in sample["metrics"]})
             raise ValueError(f"`{task_name}` gives no `{metric}` with filter `{filter_name}`; it gives {have}.")
-        samples += [_sample(task_name, sample, metric) for sample in sorted(chosen, key=lambda s: s["doc_id"])]
+        for sample in sorted(chosen, key=lambda sample: sample["doc_id"]):
+            samples.append(_sample(task_name, sample, metric, cut_off.get((task_name, sample["doc_id"]))))
     return Finished(
         samples=samples,
         metric=metric,
         filter=filter_name,
         num_fewshot=dict(results["n-shot"]),
         task_versions=dict(results["versions"]),
+        generation=generation_settings(tasks, lm),
+        runs=lm.dbdict.runs,
     )
 
 
-def _sample(task: str, sample: dict[str, Any], metric: str) -> dict[str, Any]:
+def cut_off_answers(tasks: list, lm: CachedLM) -> dict[tuple[str, int], bool]:
+    """Of written answers, by task and document, whether they ended only because of the limit of their length.
+
+    Models of transformers tell; for others the tokens of the answer are counted, if there is a tokenizer.
+    """
+    found = {}
+    for task in tasks:
+        for instance in task.instances:
+            if instance.request_type == "generate_until" and (known := _is_cut_off(instance, lm)) is not None:
+                found[task.config.task, instance.doc_id] = known
+    if lm.world_size > 1:
+        found = {key: value for part in lm.gather_object(found, dst=0) or [] for key, value in part.items()}
+    return found
+
+
+def _is_cut_off(instance: Instance, lm: CachedLM) -> bool | None:
+    known = lm.dbdict.cut_off.get(hash_args("generate_until", instance.args))
+    if known is not None or not hasattr(lm.lm, "tok_encode"):
+        return known
+    limit = normalize_gen_kwargs(instance.args[1], lm.max_gen_toks)["max_gen_toks"]
+    return any(len(lm.tok_encode(response)) >= limit for response in instance.resps)
+
+
+def _sample(task: str, sample: dict[str, Any], metric: str, cut_off: bool | None) -> dict[str, Any]:
     score = sample[metric]
     if isinstance(score, (tuple, list)):
         # A perplexity: log-likelihood of the document, and its words or bytes. Its inverse is a score like the others
@@ -383,9 +358,16 @@ def _sample(task: str, sample: dict[str, Any], metric: str) -> dict[str, Any]:
         "prompt_hash": sample["prompt_hash"],
         "target_hash": sample["target_hash"],
         "target": str(sample["target"]),
-        "response": str(sample["filtered_resps"]),
+        "resps": sample["resps"],
+        "filtered_resps": sample["filtered_resps"],
+        "cut_off": cut_off,
         "score": float(score),
     }
+
+
+def without_texts(sample: dict[str, Any]) -> dict[str, Any]:
+    """What scores are computed and paired from."""
+    return {name: value for name, value in sample.items() if name not in ("target", "resps", "filtered_resps")}
 
 
 def check_pairing(first: Finished, second: Finished, benchmark: Benchmark):
@@ -404,14 +386,15 @@ def check_pairing(first: Finished, second: Finished, benchmark: Benchmark):
 
 
 def run(
-    models: list[EvalModel],
+    results: list[ModelResults],
     benchmarks: list[Benchmark],
-    output: Path,
     *,
     options: EvalOptions,
     manager: TaskManager,
     device: str = "cpu",
     batch_size: int | str = 1,
+    command: str | None = None,
+    keep_samples: bool = True,
     allow_code_execution: bool = False,
     make_model: Callable[[EvalModel, EvalOptions, str, int | str], LM] = load_model,
 ) -> tuple[dict[str, list[Finished]], dict[str, str]]:
@@ -422,7 +405,6 @@ def run(
     Returns:
         What every benchmark gave for the models, by its name, and the reasons why others were skipped.
     """
-    results = [ModelResults(output, model, options) for model in models]
     # Settled before anything is written: with several processes all have to do the same
     missing = [[benchmark for benchmark in benchmarks if result.load(benchmark) is None] for result in results]
     skipped = {
@@ -434,27 +416,65 @@ def run(
     wait_for_everyone(device)
     loaded: dict[str, list] = {}
     with tqdm(total=sum(map(len, missing)), unit="benchmark", desc="Evaluating") as progress:
-        for model, result, todo in zip(models, results, missing):
-            lm = remembering = None
+        for result, todo in zip(results, missing):
+            lm = None
             for benchmark in todo:
-                progress.set_postfix_str(f"{model.name}: {benchmark.name}")
+                progress.set_postfix_str(f"{result.model.name}: {benchmark.name}")
                 if benchmark.name not in loaded and benchmark.name not in skipped:
                     try:
                         loaded[benchmark.name] = load_tasks(benchmark, manager)
+                        prepare_tasks(benchmark, loaded[benchmark.name], options)
                     except Unavailable as error:
                         skipped[benchmark.name] = str(error)
                 if benchmark.name not in skipped:
                     if lm is None:
-                        if model is not models[0]:
+                        if result is not results[0]:
                             gc.collect()  # the one before, which refers to itself
-                        lm = make_model(model, options, device, batch_size)
-                    with result.resumable(benchmark, lm) as remembering:
-                        finished = run_benchmark(benchmark, loaded[benchmark.name], remembering, options)
-                        if finished is not None:
-                            result.save(benchmark, finished)
+                        lm = make_model(result.model, options, device, batch_size)
+                        result.check_unchanged()
+                    facts = {"command": command, **facts_of(lm, benchmark, options, device, batch_size)}
+                    try:
+                        run_and_save(benchmark, loaded[benchmark.name], lm, result, options, facts, keep_samples)
+                    except Unavailable as error:
+                        skipped[benchmark.name] = str(error)
                 progress.update()
     wait_for_everyone(device)
-    return dict(_collect(models, benchmarks, output, options, skipped)), skipped
+    return dict(_collect(results, benchmarks, skipped)), skipped
+
+
+def run_and_save(
+    benchmark: Benchmark,
+    tasks: list,
+    lm: LM,
+    result: ModelResults,
+    options: EvalOptions,
+    facts: dict[str, Any],
+    keep_samples: bool,
+):
+    """One model on one benchmark, up to its files."""
+    check_room(tasks, lm)
+    with result.resumable(benchmark, lm, facts) as cached:
+        finished = run_benchmark(benchmark, tasks, cached, options)
+        if finished is None:
+            return
+        result.check_unchanged()
+        if not keep_samples:
+            finished = replace(finished, samples=[without_texts(sample) for sample in finished.samples])
+        result.save(benchmark, finished)
+
+
+def facts_of(lm: LM, benchmark: Benchmark, options: EvalOptions, device: str, batch_size: int | str) -> dict[str, Any]:
+    """What a benchmark is answered with, beside what decides the scores."""
+    template = None
+    if options.apply_chat_template or benchmark.apply_chat_template:
+        template = hashlib.sha256((lm.chat_template(True) or "").encode()).hexdigest()
+    return {
+        "device": device,
+        "dtype": str(getattr(getattr(lm, "model", None), "dtype", options.dtype)).removeprefix("torch."),
+        "batch_size": batch_size,
+        "python": platform.python_version(),
+        "chat_template_sha256": template,
+    }
 
 
 def wait_for_everyone(device: str):
@@ -465,11 +485,11 @@ def wait_for_everyone(device: str):
 
 
 def _collect(
-    models: list[EvalModel], benchmarks: list[Benchmark], output: Path, options: EvalOptions, skipped: dict[str, str]
+    results: list[ModelResults], benchmarks: list[Benchmark], skipped: dict[str, str]
 ) -> Iterator[tuple[str, list[Finished]]]:
     for benchmark in benchmarks:
         if benchmark.name not in skipped:
-            finished = [ModelResults(output, model, options).load(benchmark) for model in models]
+            finished = [result.load(benchmark) for result in results]
             for other in finished[1:]:
                 check_pairing(finished[0], other, benchmark)
             yield benchmark.name, finished

@@ -13,11 +13,14 @@
 # limitations under the License.
 """What a comparison leaves: `results.json`, `table.md` and a forest plot, all made from the saved samples alone.
 
-`results.json` (schema 1) holds
+`results.json` (schema 2) holds
 
-- `models`: name and identity (files, options, versions) of every model; the first one is the baseline;
-- `rows`: per benchmark its definition, number of documents, `scores` ([score, standard error] per model) and
-  `comparisons` of every other model with the baseline, with `p_holm` corrected over all rows;
+- `models`: name and identity of every model (fingerprint of the folder or commit on the Hub, options, versions); the
+  first one is the baseline;
+- `rows`: per benchmark its definition, its tasks' versions, numbers of examples and settings of generation, the number
+  of documents, `scores` ([score, standard error] per model), `cut_off` (how many answers reached the limit of length,
+  per model), `runs` (per model by which commands, on what device, in which dtype) and `comparisons` of every other
+  model with the baseline, with `p_holm` corrected over all rows;
 - `skipped`: benchmarks that were not run, with the reason.
 """
 
@@ -36,10 +39,13 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from ..outputs import write_figure, write_file
-from .harness import Benchmark, EvalModel, EvalOptions, Finished, ModelResults
+from .harness import Benchmark, EvalModel, EvalOptions
+from .saved import Finished, ModelResults, output_folder, set_aside
 from .statistics import compare, holm, score
 
 
+SCHEMA = 2
+NAMES = ("results.json", "table.md", "differences.png", "differences.svg")
 # Of Okabe and Ito's palette, which colour-blind people can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
@@ -50,11 +56,10 @@ paper's models are its 48B ones, not those compared here, and the numbers of exa
 
 
 def summarize(
-    models: list[EvalModel],
+    saved: list[ModelResults],
     benchmarks: list[Benchmark],
     finished: dict[str, list[Finished]],
     skipped: dict[str, str],
-    output: Path,
     options: EvalOptions,
 ) -> dict[str, Any]:
     """The content of `results.json`."""
@@ -72,20 +77,23 @@ def summarize(
                 "filter": results[0].filter,
                 "num_fewshot": results[0].num_fewshot,
                 "task_versions": results[0].task_versions,
+                "generation": results[0].generation,
                 "num_documents": len(results[0].samples),
                 "scores": [list(score(by_task)) for by_task in scores],
+                "cut_off": [result.num_cut_off for result in results],
+                "runs": [result.runs for result in results],
                 "comparisons": comparisons,
             }
         )
-    for i in range(len(models) - 1):
+    for i in range(len(saved) - 1):
         corrected = holm([row["comparisons"][i]["p_value"] for row in rows])
         for row, p_value in zip(rows, corrected):
             row["comparisons"][i]["p_holm"] = p_value
     return {
-        "schema": 1,
+        "schema": SCHEMA,
         "models": [
-            {"name": name, "identity": ModelResults(output, model, options).identity}
-            for name, model in zip(model_names(models), models)
+            {"name": name, "identity": result.identity}
+            for name, result in zip(model_names([result.model for result in saved]), saved)
         ],
         "rows": rows,
         "skipped": skipped,
@@ -119,8 +127,24 @@ def table(results: dict[str, Any]) -> str:
         cells += [f"{figure:.1f}" for figure in row["benchmark"]["paper"] or ()] or ["", ""]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", LEGEND]
+    lines += [f"- {warning}" for warning in cut_off_warnings(results)]
     lines += [f"- {name} was skipped: {reason}" for name, reason in results["skipped"].items()]
     return "\n".join(lines) + "\n"
+
+
+def cut_off_warnings(results: dict[str, Any]) -> list[str]:
+    """Sentences about rows in which answers have reached the limit of their length."""
+    names = [model["name"] for model in results["models"]]
+    warnings = []
+    for row in results["rows"]:
+        counts = [f"{count} of {name}" for count, name in zip(row["cut_off"], names) if count]
+        if counts:
+            limits = sorted({settings["max_gen_toks"] for settings in row["generation"].values()})
+            warnings.append(
+                f"{row['benchmark']['name']}: answers were cut off at {'/'.join(map(str, limits))} tokens,"
+                f" {' and '.join(counts)} (of {row['num_documents']} each); `--max-gen-toks` allows longer ones"
+            )
+    return warnings
 
 
 def scores(results: dict[str, Any]) -> Table:
@@ -211,17 +235,40 @@ def read(folder: Path) -> dict[str, Any]:
     """The `results.json` in a folder.
 
     Raises:
-        ValueError: if there is none, or of another schema.
+        ValueError: if there is none, or it is damaged, of another schema or somebody else's.
     """
     path = folder / "results.json"
     if not path.exists():
         raise ValueError(f"`{folder}` holds no results.json; `attnres eval` writes one.")
-    results = json.loads(path.read_text(encoding="utf-8"))
-    if results.get("schema") != 1:
-        raise ValueError(f"`{path}` has schema {results.get('schema')!r}, this version reads 1.")
+    try:
+        results = json.loads(path.read_bytes())
+        schema = results["schema"] if isinstance(results, dict) and "schema" in results else None
+        if schema == SCHEMA:
+            table(results)  # which needs most of it
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+        reason = f"{type(error).__name__}: {error}"
+        raise ValueError(f"`{path}` is damaged ({reason}); `attnres eval` writes it anew from the samples.") from None
+    if schema is None:
+        raise ValueError(f"`{path}` is not from `attnres eval`.")
+    if schema != SCHEMA:
+        raise ValueError(f"`{path}` has schema {schema!r}, this version reads {SCHEMA}: run `attnres eval` again.")
     return results
+
+
+def keep_what_is_not_ours(folder: Path):
+    """Rename what has the name of a file that is written here, and is damaged, of another version or not ours."""
+    try:
+        read(folder)
+    except ValueError as error:
+        if (folder / "results.json").exists():
+            set_aside(folder / "results.json", str(error))
+        if not any(path.is_dir() for path in (folder / "models").iterdir()):
+            for path in filter(Path.exists, (folder / name for name in NAMES)):
+                set_aside(path, f"`{path}` is not from `attnres eval`.")
 
 
 def rebuild(folder: Path) -> list[Path]:
     """Write tables and plots anew from the `results.json` in a folder; errors as for `read`."""
-    return write(read(folder), folder)
+    results = read(folder)
+    with output_folder(folder):
+        return write(results, folder)

@@ -98,6 +98,8 @@ class DepthStatistics:
         num_tokens: how much of it.
         sites: read by read, in the order of depth.
         excerpt: the beginning of the text, token by token; none if only means were taken.
+        fingerprint, commit: of the checkpoint, a hash over a folder's files or the commit on the Hub, see
+            `attnres.fingerprint`; none of a model in memory.
     """
 
     model: str
@@ -108,6 +110,8 @@ class DepthStatistics:
     num_tokens: int
     sites: list[SiteStatistics]
     excerpt: Excerpt | None = None
+    fingerprint: str | None = None
+    commit: str | None = None
 
 
 class _Sums:

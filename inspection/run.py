@@ -22,9 +22,12 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
+from .. import __version__
 from ..configuration_attnres import AttnResConfig
+from ..conversion.checkpoint import hub_commit
 from ..conversion.parity import read_sample
 from ..depth_attention import num_sources
+from ..fingerprint import checkpoint_fingerprint
 from ..outputs import write_file
 from .effects import ablate, gradient_rms
 from .measure import check_is_attnres, measure, read_excerpt
@@ -69,11 +72,12 @@ def inspect(
         length: tokens of a window; less where a model takes no more.
 
     Returns:
-        The content of `depth.json`: `schema`, the number of this format, and `models`, for each a `DepthStatistics`
-        with its `SiteStatistics` and its `Excerpt`, field by field.
+        The content of `depth.json`: `schema`, the number of this format, `attnres_version`, and `models`, for each a
+        `DepthStatistics` with its `SiteStatistics` and its `Excerpt`, field by field.
 
     Raises:
-        ValueError: for what is not there, does not go together or is no AttnRes checkpoint, before a model is loaded.
+        ValueError, OSError: for what is not there, does not go together or is no AttnRes checkpoint, before a model
+            is loaded.
     """
     from .figures import draw
     from .page import write_page
@@ -99,14 +103,16 @@ def inspect(
     if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
         raise ValueError(f"`dtype={dtype!r}` is no type of torch; there are float32, bfloat16, float16 and auto.")
 
-    configs = [_config(path) for path in models]
+    commits = [hub_commit(path) for path in models]
+    fingerprints = [checkpoint_fingerprint(path) if commit is None else None for path, commit in zip(models, commits)]
+    configs = [_config(path, commit) for path, commit in zip(models, commits)]
     for path, config in zip(models, configs):
         check_is_attnres(config, path)
     if base is not None:
         _check_base(base, configs, models)
     windows = []
-    for path, config in zip(models, configs):
-        tokenizer = _tokenizer(path)
+    for path, commit, config in zip(models, commits, configs):
+        tokenizer = _tokenizer(path, commit)
         if dataset is not None:
             ids, source = tokens_of_dataset(dataset, dataset_config, split or "train", tokenizer), f"`{dataset}`"
         elif file is not None:
@@ -121,11 +127,14 @@ def inspect(
     base_model = None if base is None else _load(base, dtype, device)
     excerpt_tokens = min(EXCERPT_TOKENS, EXCERPT_WEIGHTS // sum(map(_weights_per_token, configs)))
     statistics = []
-    for path, of_model in zip(models, windows):
-        model = _load(path, dtype, device)
+    for path, commit, fingerprint, of_model in zip(models, commits, fingerprints, windows):
+        model = _load(path, dtype, device, commit)
+        if fingerprint is not None and checkpoint_fingerprint(path) != fingerprint:
+            raise OSError(f"`{path}` changed while it was loaded. Run again when nothing writes to it.")
         name = "/".join(Path(path).absolute().parts[-2:]) if Path(path).exists() else path
         measured = measure(model, of_model, name=name, text=source, base=base_model, batch_size=batch_size)
-        measured.excerpt = read_excerpt(model, of_model[0, :excerpt_tokens], _tokenizer(path))
+        measured.excerpt = read_excerpt(model, of_model[0, :excerpt_tokens], _tokenizer(path, commit))
+        measured.fingerprint, measured.commit = fingerprint, commit
         if gradients:
             for site, rms in zip(measured.sites, gradient_rms(model, of_model, name=name, batch_size=batch_size)):
                 site.gradient_rms = rms
@@ -139,7 +148,11 @@ def inspect(
                 site.ablation = rises
         statistics.append(measured)
         del model  # before the next one is loaded
-    results = {"schema": SCHEMA, "models": [asdict(of_model) for of_model in statistics]}
+    results = {
+        "schema": SCHEMA,
+        "attnres_version": __version__,
+        "models": [asdict(of_model) for of_model in statistics],
+    }
     output = Path(output)
     write_file(output / "depth.json", json.dumps(results) + "\n")
     draw(statistics, output)
@@ -147,21 +160,19 @@ def inspect(
     return results
 
 
-def _config(path: str) -> PreTrainedConfig:
-    if path.startswith((".", "/", "~")) and not Path(path).is_dir():
-        raise ValueError(f"There is no folder `{path}`.")
-    return AutoConfig.from_pretrained(path)
+def _config(path: str, commit: str | None) -> PreTrainedConfig:
+    return AutoConfig.from_pretrained(path, revision=commit or "main")
 
 
-def _tokenizer(path: str) -> PreTrainedTokenizerBase:
+def _tokenizer(path: str, commit: str | None) -> PreTrainedTokenizerBase:
     try:
-        return AutoTokenizer.from_pretrained(path)
+        return AutoTokenizer.from_pretrained(path, revision=commit or "main")
     except (ValueError, OSError) as error:
         raise ValueError(f"`{path}` has no tokenizer that loads here: {str(error).splitlines()[0]}") from error
 
 
 def _check_base(base: str, configs: list[AttnResConfig], models: list[str]):
-    of_base = _config(base)
+    of_base = _config(base, hub_commit(base))
     if of_base.model_type == "attnres":
         raise ValueError(f"`base={base!r}` is an AttnRes model: its PreNorm base is what is drawn beside.")
     for config, path in zip(configs, models):
@@ -177,5 +188,5 @@ def _weights_per_token(config: AttnResConfig) -> int:
     return sum(num_sources(site, config.attn_res_block_size) for site in range(config.num_sites))
 
 
-def _load(path: str, dtype: str, device: str) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, dtype=dtype).to(device).eval()
+def _load(path: str, dtype: str, device: str, commit: str | None = None) -> nn.Module:
+    return AutoModelForCausalLM.from_pretrained(path, revision=commit or "main", dtype=dtype).to(device).eval()

@@ -30,6 +30,7 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 
 from .. import __version__
 from ..configuration_attnres import AttnResConfig
+from ..fingerprint import checkpoint_fingerprint
 
 
 if TYPE_CHECKING:
@@ -72,6 +73,7 @@ def render_model_card(
     parity: str | None = None,
     evaluation: str | None = None,
     figures: list[Path] | None = None,
+    inspection: dict[str, Any] | None = None,
     differences: bool = False,
 ) -> ModelCard:
     """The card of an AttnRes model.
@@ -83,6 +85,7 @@ def render_model_card(
         report, parity: what `conversion_report.json` holds, and its verification as Markdown.
         evaluation: a table, as Markdown.
         figures: paths of pictures relative to the card.
+        inspection: what they were drawn from, see `_inspection`.
         differences: whether there is a plot of the evaluation.
     """
     metadata = {
@@ -111,6 +114,7 @@ def render_model_card(
         parity=parity,
         evaluation=evaluation,
         figures=figures,
+        inspection=inspection,
         differences=differences,
     )
 
@@ -187,8 +191,32 @@ def model_card(
         figures=sorted(
             path.relative_to(folder) for part in ("depth", "figures") for path in folder.glob(f"{part}/*.png")
         ),
+        inspection=_inspection(folder),
         differences=(folder / "evaluation/differences.png").exists(),
     )
+
+
+def _inspection(folder: Path) -> dict[str, Any] | None:
+    """Of the depth maps in a folder: the version they were measured with, the checkpoints, and whether this one, as it
+    is now, is among them.
+
+    Raises:
+        ValueError: if their figures are damaged.
+    """
+    path = folder / "depth" / "depth.json"
+    if not path.exists():
+        return None
+    try:
+        results = json.loads(path.read_bytes())
+        models = [
+            {"name": model["model"], "state": model.get("fingerprint") or model.get("commit")}
+            for model in results["models"]
+        ]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        raise ValueError(f"`{path}` is damaged: remove it, or run `attnres inspect` again.") from None
+    states = [model["state"] for model in models]
+    is_current = checkpoint_fingerprint(folder) in states if any(states) else True  # older figures do not tell
+    return {"version": results.get("attnres_version"), "models": models, "is_current": is_current}
 
 
 def inherited_metadata(base_card: Path, base_model: str | None) -> dict[str, Any]:

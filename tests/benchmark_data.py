@@ -91,6 +91,14 @@ SCHEMAS = {
         "type": "Algebra",
         "solution": f"It is $\\boxed{{{i + 1}}}$.",
     },
+    "HuggingFaceH4/MATH-500": lambda i, config: {
+        "problem": f"What is {i} + 1?",
+        "solution": f"It is $\\boxed{{{i + 1}}}$.",
+        "answer": str(i + 1),
+        "subject": "Algebra",
+        "level": 1,
+        "unique_id": str(i),
+    },
     "weitianwen/cmath": lambda i, config: {"question": f"{i}加一是多少？", "golden": str(i + 1), "grade": 1},
     "openai/openai_humaneval": lambda i, config: {
         "task_id": f"made/{i}",
@@ -163,12 +171,24 @@ def write_data_root(root, tasks, count):
 
 
 class Answerer(LM):
-    """Knows the right answer to every document, and gives it, or another one where `wrong(task, doc)` says so."""
+    """Knows the right answer to every document, and gives it, or another one where `wrong(task, doc)` says so.
+
+    Its chat template writes every message as `<role>content`, so that prompts show the turns.
+    """
+
+    tokenizer_name = "made up"
 
     def __init__(self, tasks, wrong=lambda task, doc_id: False):
         super().__init__()
         self.tasks, self.wrong = {task.config.task: task for task in tasks}, wrong
-        self.asked = []
+        self.asked, self.prompts = [], {}
+
+    def apply_chat_template(self, chat_history, add_generation_prompt=True):
+        prompt = "".join(f"<{message['role']}>{message['content']}" for message in chat_history)
+        return prompt + "<assistant>" * add_generation_prompt
+
+    def chat_template(self, chat_template=False):
+        return "made up"
 
     def loglikelihood(self, requests):
         answers = []
@@ -187,6 +207,7 @@ class Answerer(LM):
         answers = []
         for request in requests:
             self.asked.append((request.task_name, request.doc_id))
+            self.prompts[request.task_name] = request.args[0]
             right = answer_in_words(request.task_name, request.doc)
             answers.append("no idea" if self.wrong(request.task_name, request.doc_id) else right)
         return answers
@@ -194,6 +215,18 @@ class Answerer(LM):
 
 def answer_in_words(task, doc):
     """What a model would write whose answer is right."""
+    if task.startswith("mmlu_llama"):  # the prompt ends with "The best answer is"
+        return f" {'ABCD'[doc['answer']]}."
+    if task.startswith("mmlu_pro_llama"):
+        return f"It is counted. The best answer is {doc['answer']}."
+    if task.startswith("arc_challenge_chat"):
+        return f" {doc['answerKey']}"
+    if task.startswith("gsm8k_cot_llama"):
+        return f"It is one more. The final answer is {doc['answer'].split('#### ')[1]}"
+    if task == "humaneval_instruct":  # the prompt ends with the head of the function
+        return doc["canonical_solution"] + "```\nThis adds."
+    if task == "mbpp_instruct":
+        return doc["code"] + "\n```\nThis adds."
     if task.startswith("mmlu_pro"):
         return f"The answer is ({doc['answer']})."
     if task.startswith("bbh"):

@@ -4,11 +4,13 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import lm_eval
 import numpy as np
 import pytest
 import yaml
@@ -21,10 +23,12 @@ from transformers import AutoModelForCausalLM
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite, surroundings
-from attnres.eval.harness import Finished, ModelResults, Unavailable, _sample, load_tasks, task_manager
+from attnres.eval.harness import Unavailable, _sample, load_model, load_tasks, task_manager
 from attnres.eval.report import rebuild
 from attnres.eval.sandbox import run_program
+from attnres.eval.saved import Finished, ModelResults
 from attnres.eval.statistics import bootstrap_interval, compare, holm, score
+from attnres.fingerprint import checkpoint_fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -34,8 +38,9 @@ def manager():
 
 @pytest.fixture(scope="module")
 def paper(manager, tmp_path_factory):
-    """The data of all rows of `paper` as files, and the tasks that know their answers."""
-    names = [task for benchmark in load_suite("paper") for task in benchmark.tasks]
+    """The data of all rows of `paper` and `chat` as files, and the tasks that know their answers."""
+    suites = [benchmark for name in ("paper", "chat") for benchmark in load_suite(name)]
+    names = list(dict.fromkeys(task for benchmark in suites for task in benchmark.tasks))
     with surroundings(None, allow_code_execution=True):
         tasks = tasks_without_data(manager, names, 4, pytest.MonkeyPatch())
     root = tmp_path_factory.mktemp("data")
@@ -44,33 +49,51 @@ def paper(manager, tmp_path_factory):
 
 
 @pytest.fixture
-def quick_eval(paper, tmp_path):
+def named_models(tmp_path):
+    """Makes folders that a name alone tells from each other."""
+
+    def make(*names):
+        folders = [tmp_path / "named" / name for name in names]
+        for folder in folders:
+            folder.mkdir(parents=True, exist_ok=True)
+            (folder / "config.json").write_text(json.dumps({"name": folder.name}))
+        return [str(folder) for folder in folders]
+
+    return make
+
+
+@pytest.fixture
+def quick_eval(paper, named_models, tmp_path):
     """Evaluates named answerers on the rows of `quick`; the name says which documents one gets wrong."""
     root, tasks = paper
     answerers = {}
 
     def make_model(model, options, device, batch_size):
-        wrong = {"right": (), "wrong": range(1000), "some": (1, 4, 7), "other": (2, 4)}[model.path]
-        answerers[model.path] = Answerer(tasks, lambda task, doc_id: doc_id in wrong)
-        return answerers[model.path]
+        name = model.name.removesuffix("-again")
+        wrong = {"right": (), "wrong": range(1000), "some": (1, 4, 7), "other": (2, 4)}[name]
+        answerers[name] = Answerer(tasks, lambda task, doc_id: doc_id in wrong)
+        return answerers[name]
 
-    def run(*models, output=tmp_path / "out", suite="quick", **kwargs):
-        return evaluate(list(models), output, suite=suite, data_root=root, make_model=make_model, **kwargs)
+    def run(*names, output=tmp_path / "out", suite="quick", **kwargs):
+        return evaluate(
+            named_models(*names), output, suite=suite, **{"data_root": root, "make_model": make_model, **kwargs}
+        )
 
     run.answerers = answerers
     return run
 
 
-def test_right_and_wrong_answers_on_every_row(paper, tmp_path):
+def test_right_and_wrong_answers_on_every_row(paper, named_models, tmp_path):
     """Through every prompt, filter and metric of the paper's table, generated programs included."""
     root, tasks = paper
+    models, output = named_models("right", "wrong"), tmp_path / "out"
     results = evaluate(
-        ["right", "wrong"],
-        tmp_path,
+        models,
+        output,
         suite="paper",
         data_root=root,
         allow_code_execution=True,
-        make_model=lambda model, *args: Answerer(tasks, lambda task, doc_id: model.path == "wrong"),
+        make_model=lambda model, *args: Answerer(tasks, lambda task, doc_id: model.name == "wrong"),
     )
     assert [row["benchmark"]["name"] for row in results["rows"]] == [row.name for row in load_suite("paper")]
     assert not results["skipped"] and len(results["rows"]) == 15
@@ -78,14 +101,40 @@ def test_right_and_wrong_answers_on_every_row(paper, tmp_path):
         assert row["scores"][0] == [1.0, 0.0] and row["scores"][1] == [0.0, 0.0], row["benchmark"]["name"]
         assert row["comparisons"][0]["difference"] == -1.0
     # a rerun takes everything from the files, and the report from its own
-    again = evaluate(
-        ["right", "wrong"], tmp_path, suite="paper", data_root=root, allow_code_execution=True, make_model=None
-    )
+    again = evaluate(models, output, suite="paper", data_root=root, allow_code_execution=True, make_model=None)
     assert again == results
-    before = {path.name: path.read_bytes() for path in tmp_path.iterdir() if path.is_file()}
+    before = {path.name: path.read_bytes() for path in output.iterdir() if path.is_file()}
     assert before.keys() == {"results.json", "table.md", "differences.png", "differences.svg"}
-    for path in rebuild(tmp_path):
+    for path in rebuild(output):
         assert path.suffix == ".png" or path.read_bytes() == before[path.name]
+
+
+def test_chat_suite(paper, checkpoints, tmp_path):
+    """Right and wrong answers through every prompt, filter and metric, in conversations with an example a turn."""
+    root, tasks = paper
+    models, answerers = [], {}
+    for name in ("right", "wrong"):
+        shutil.copytree(checkpoints / "base", tmp_path / name)
+        models.append(str(tmp_path / name))
+
+    def make_model(model, *args):
+        answerers[model.name] = Answerer(tasks, lambda task, doc_id: model.name == "wrong")
+        return answerers[model.name]
+
+    arguments = {"suite": "chat", "data_root": root, "allow_code_execution": True, "make_model": make_model}
+    with pytest.raises(ValueError, match="right` has no chat template, and the prompts are to be put into one"):
+        evaluate(models, tmp_path / "out", **arguments)
+    assert not (tmp_path / "out").exists()
+    for model in models:
+        Path(model, "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    results = evaluate(models, tmp_path / "out", **arguments)
+    assert [row["benchmark"]["name"] for row in results["rows"]] == [row.name for row in load_suite("chat")]
+    for row in results["rows"]:
+        assert row["scores"] == [[1.0, 0.0], [0.0, 0.0]], row["benchmark"]["name"]
+        assert all(run["chat_template_sha256"] for (run,) in row["runs"])
+        for task in row["generation"]:
+            prompt, examples = answerers["right"].prompts[task], row["num_fewshot"][task]
+            assert prompt.count("<user>") == prompt.count("<assistant>") == examples + 1, task
 
 
 def test_planted_errors(quick_eval):
@@ -101,7 +150,7 @@ def test_planted_errors(quick_eval):
 
 
 def test_identical_models(quick_eval):
-    for row in quick_eval("some", EvalModel("some", revision="again"))["rows"]:
+    for row in quick_eval("some", "some-again")["rows"]:
         comparison = row["comparisons"][0]
         assert comparison["difference"] == 0 and comparison["interval"] == (0, 0)
         assert comparison["p_value"] == comparison["p_holm"] == 1
@@ -142,13 +191,113 @@ def test_interrupted(quick_eval, tmp_path, monkeypatch):
         assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
-def test_changed_samples_are_run_again(quick_eval, tmp_path):
-    quick_eval("right")
-    path = next((tmp_path / "out/models").glob("right-*/ARC*.jsonl"))
-    path.write_text(path.read_text().replace('"score": 1.0', '"score": 0.0', 1))
+DAMAGE = {
+    "a score": ("ARC*.jsonl", lambda text: text.replace('"score": 1.0', '"score": 0.0', 1)),
+    "samples that end early": ("ARC*.jsonl", lambda text: text[:-100]),
+    "no samples": ("ARC*.jsonl", None),
+    "a summary that ends early": ("ARC*.json", lambda text: text[: len(text) // 2]),
+    "an empty summary": ("ARC*.json", lambda text: ""),
+    "a summary of somebody else": ("ARC*.json", lambda text: "[1, 2, 3]"),
+    "a number of examples": ("ARC*.json", lambda text: text.replace('"arc_challenge": 25', '"arc_challenge": "x"')),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGE)
+def test_what_is_damaged_is_run_again(quick_eval, tmp_path, caplog, kind):
+    """And kept under another name, with a word."""
+    whole = quick_eval("right")
+    pattern, damage = DAMAGE[kind]
+    path = next((tmp_path / "out/models").glob(f"right-*/{pattern}"))
+    before = path.read_text()
+    path.unlink() if damage is None else path.write_text(damage(before))
     quick_eval.answerers.clear()
-    assert quick_eval("right")["rows"][0]["scores"][0][0] == 1.0
+    assert quick_eval("right") == whole
     assert {task for task, _ in quick_eval.answerers["right"].asked} == {"arc_challenge"}
+    assert path.read_text() == before and "is damaged" in caplog.text and "ARC-Challenge is run again" in caplog.text
+    if damage is not None:
+        assert path.with_name(path.name + ".kept").read_text() == damage(before)
+        assert f"kept as `{path}.kept`" in caplog.text
+
+
+def test_damaged_answers_are_not_used(quick_eval, tmp_path, caplog, monkeypatch):
+    """Those of an unfinished benchmark: not one of a file in which one was changed."""
+    whole = quick_eval("right", output=tmp_path / "whole")
+    save = ModelResults.save
+    monkeypatch.setattr(ModelResults, "save", lambda *args: (_ for _ in ()).throw(KeyboardInterrupt))
+    with pytest.raises(KeyboardInterrupt):
+        quick_eval("right")
+    monkeypatch.setattr(ModelResults, "save", save)
+    path = next((tmp_path / "out/models").glob("right-*/.*.answers"))
+    content = path.read_bytes()
+    assert b'"answer": [0.0, true]' in content
+    path.write_bytes(content.replace(b'"answer": [0.0, true]', b'"answer": [-9.0, true]', 1))
+    quick_eval.answerers.clear()
+    assert quick_eval("right") == whole
+    assert len(quick_eval.answerers["right"].asked) == 16 + 120  # four options of 4 and of 30 documents
+    assert "answers` is damaged: its answers are not used" in caplog.text
+
+
+FOREIGN = {
+    "results.json": [
+        '{"schema": 2, "models": [',
+        "[]",
+        '{"accuracy": 0.5}',
+        '{"schema": 1}',
+        '{"schema": 2, "rows": 5}',
+    ],
+    "table.md": ["my own table"],
+    "differences.png": ["my own picture"],
+}
+
+
+@pytest.mark.parametrize("name, content", [(name, content) for name in FOREIGN for content in FOREIGN[name]])
+def test_foreign_files_are_kept(quick_eval, tmp_path, caplog, capsys, run_attnres, name, content):
+    out = tmp_path / "out"
+    out.mkdir()
+    (out / name).write_text(content)
+    (out / "notes.txt").write_text("mine")
+    if name == "results.json":
+        assert run_attnres("report", out) == 1
+        error = " ".join(capsys.readouterr().err.split())
+        assert "results.json` " in error and "Traceback" not in error
+    quick_eval("right", "some")
+    assert (out / f"{name}.kept").read_text() == content and (out / "notes.txt").read_text() == "mine"
+    assert f"It is kept as `{out / name}.kept`" in caplog.text
+    quick_eval("right", "some")
+    assert not list(out.glob("*.kept2"))  # its own files are written over
+
+
+def test_one_run_at_a_time(quick_eval, named_models, paper, tmp_path, capsys, run_attnres):
+    """A second run on the folder is told so at once and writes nothing; a killed one leaves nothing that blocks."""
+    out = tmp_path / "out"
+    quick_eval("right")
+    (model,) = named_models("right")
+    before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    code = (
+        "import sys, filelock; (lock := filelock.FileLock(sys.argv[1])).acquire(); print('held', flush=True); input()"
+    )
+    command = [sys.executable, "-c", code, str(out / "models/.lock")]
+    holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    try:
+        assert holder.stdout.readline() == b"held\n"
+        for arguments in (["eval", model, "-o", out, "--suite", "quick", "--data-root", paper[0]], ["report", out]):
+            assert run_attnres(*arguments) == 1
+            error = " ".join(capsys.readouterr().err.split())
+            assert f"Another run is writing `{out}`. Wait until it is done, or name another folder." in error
+        assert before == {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
+    finally:
+        holder.kill()
+        holder.wait()
+    quick_eval("right")
+
+
+def test_a_checkpoint_that_changes_before_it_is_loaded(quick_eval, tmp_path):
+    def make_model(model, *args):
+        (Path(model.path) / "config.json").write_text('{"name": "another"}')
+
+    with pytest.raises(OSError, match="right` has changed while it was evaluated"):
+        quick_eval("right", make_model=make_model)
+    assert not list((tmp_path / "out/models").glob("*/*"))
 
 
 def test_options_are_part_of_what_is_remembered(quick_eval):
@@ -164,11 +313,11 @@ def test_other_data_is_not_taken_for_the_same(quick_eval, paper, tmp_path):
     shutil.copytree(paper[0], changed)
     (changed / "note.txt").write_text("another")
     answerer = Answerer(paper[1])
-    kwargs = {"suite": "quick", "data_root": changed, "make_model": lambda *args: answerer}
-    evaluate(["right"], tmp_path / "out", **kwargs)
+    quick_eval("right", data_root=changed, make_model=lambda *args: answerer)
     assert {task for task, _ in answerer.asked} == {"arc_challenge", "hellaswag"}
-    model, benchmark = ModelResults(tmp_path / "odd", EvalModel("x"), EvalOptions()), load_suite("quick")[0]
-    finished = Finished([{"response": "a\u2028b\x85c\ud800"}], "acc", "none", {}, {})
+    model = ModelResults(tmp_path / "odd", EvalModel(str(tmp_path / "named/right")), EvalOptions(), {})
+    benchmark = load_suite("quick")[0]
+    finished = Finished([{"resps": [["a\u2028b\x85c\ud800"]]}], "acc", "none", {}, {}, {}, [])
     model.save(benchmark, finished)
     assert model.load(benchmark) == finished
 
@@ -176,9 +325,7 @@ def test_other_data_is_not_taken_for_the_same(quick_eval, paper, tmp_path):
 def test_missing_data_skips_a_row(quick_eval, paper, tmp_path):
     root = tmp_path / "part"
     shutil.copytree(paper[0] / "Rowan", root / "Rowan")
-    results = evaluate(
-        ["right"], tmp_path / "out", suite="quick", data_root=root, make_model=lambda *args: Answerer(paper[1])
-    )
+    results = quick_eval("right", data_root=root)
     assert [row["benchmark"]["name"] for row in results["rows"]] == ["HellaSwag"]
     assert "To mend it: " in results["skipped"]["ARC-Challenge"]
     assert "ARC-Challenge was skipped" in (tmp_path / "out/table.md").read_text()
@@ -201,7 +348,7 @@ def test_lm_eval_runs_our_suites(checkpoints, paper, manager, tmp_path):
     """Through its own program, with the numbers of examples that the suites ask for."""
     import attnres.eval
 
-    for name in ("paper", "core", "quick"):
+    for name in ("paper", "core", "chat", "quick"):
         config = yaml.safe_load((Path(attnres.eval.__file__).parent / f"tasks/attnres_{name}.yaml").read_text())
         shots = {entry.get("group") or entry["task"]: entry["num_fewshot"] for entry in config["task"]}
         assert shots == {task: row.num_fewshot for row in load_suite(name) for task in row.tasks}
@@ -249,7 +396,7 @@ def test_command_line(checkpoints, paper, tmp_path, monkeypatch, capsys, run_att
     assert "HellaSwag" in printed and "trained" in printed
     results = json.loads((tmp_path / "out/results.json").read_text())
     assert [model["name"] for model in results["models"]] == ["base", "trained"]
-    assert str(checkpoints) not in (tmp_path / "out/results.json").read_text()
+    assert str(checkpoints) not in json.dumps(results["models"])  # what is the same elsewhere is named the same
     table = (tmp_path / "out/table.md").read_text()
     assert "| 83.2 | 83.4 |" in table
     (tmp_path / "out/table.md").unlink()
@@ -287,8 +434,15 @@ def test_killed(checkpoints, paper, tmp_path):
     assert done and not (tmp_path / "out/results.json").exists()
     subprocess.run([*command, str(tmp_path / "out")], check=True, capture_output=True)
     assert all(path.stat().st_mtime_ns == before for path, before in done.items())
-    for name in ("results.json", "table.md"):
-        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert rows_without_runs(tmp_path / "out") == rows_without_runs(tmp_path / "whole")
+    assert (tmp_path / "out/table.md").read_bytes() == (tmp_path / "whole/table.md").read_bytes()
+
+
+def rows_without_runs(folder):
+    """The rows of a `results.json` but for the commands, which name the folder."""
+    rows = json.loads((folder / "results.json").read_text())["rows"]
+    assert all(row.pop("runs") for row in rows)
+    return rows
 
 
 def test_adapters_templates_and_batches(checkpoints, paper, tmp_path):
@@ -308,8 +462,8 @@ def test_adapters_templates_and_batches(checkpoints, paper, tmp_path):
 
     results = run("plain", str(base), EvalModel(str(base), peft=str(tmp_path / "adapter")))
     assert [model["name"] for model in results["models"]] == ["base", "base+adapter"]
-    plain = samples("plain/models/base-*/*.jsonl", "response")
-    assert len(plain) == 34 and plain != samples("plain/models/base+adapter-*/*.jsonl", "response")
+    plain = samples("plain/models/base-*/*.jsonl", "resps")
+    assert len(plain) == 34 and plain != samples("plain/models/base+adapter-*/*.jsonl", "resps")
     for output, batch_size in (("batched", 8), ("automatic", "auto")):
         run(output, str(base), batch_size=batch_size)
         assert samples(f"{output}/models/base-*/*.jsonl", "score") == samples("plain/models/base-*/*.jsonl", "score")
@@ -337,9 +491,93 @@ def test_killed_inside_a_benchmark(checkpoints, paper, tmp_path):
         assert result.returncode == 0, result.stderr
         asked[name] = int(re.findall(r"Running loglikelihood requests: 100%.* (\d+)/\1 ", result.stderr)[-1])
     assert asked["whole"] == 120 and asked["killed"] <= 100
-    for name in ("results.json", "table.md"):
-        assert (tmp_path / "killed" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
+    assert rows_without_runs(tmp_path / "killed") == rows_without_runs(tmp_path / "whole")
+    assert (tmp_path / "killed/table.md").read_bytes() == (tmp_path / "whole/table.md").read_bytes()
     assert not list((tmp_path / "killed").rglob("*.answers"))
+
+
+def test_interrupted_by_the_user(checkpoints, paper, tmp_path):
+    """SIGINT among the requests of a real process: no traceback, nothing half-written, nothing asked again."""
+    arguments = ["--tasks", "hellaswag", "--data-root", paper[0], "--device", "cpu", "-o", tmp_path / "out"]
+    command = [sys.executable, "-m", "attnres.cli", "eval", checkpoints / "trained", *arguments]
+    process = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    answered = 0
+    while answered < 20:
+        assert process.poll() is None
+        time.sleep(0.001)
+        for path in (tmp_path / "out").glob("models/*/.*.answers"):
+            answered = path.read_bytes().count(b"\n")
+    process.send_signal(signal.SIGINT)
+    errors = process.communicate(timeout=300)[1]
+    assert process.returncode == 130 and "Traceback" not in errors
+    names = {path.name for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    assert all(name == ".lock" or name.endswith(".answers") for name in names) and len(names) == 2
+    asked = {}
+
+    def run(name):
+        def make_model(*args):
+            lm = load_model(*args)
+            answer = lm.loglikelihood
+            lm.loglikelihood = lambda requests: asked.update({name: len(requests)}) or answer(requests)
+            return lm
+
+        return evaluate(
+            [str(checkpoints / "trained")],
+            tmp_path / name,
+            tasks=["hellaswag"],
+            data_root=paper[0],
+            device="cpu",
+            make_model=make_model,
+        )
+
+    (row,), (whole,) = run("out")["rows"], run("whole")["rows"]
+    assert asked["whole"] == 120 and asked["out"] <= 101  # one line of the file is not an answer
+    first, second = row.pop("runs")[0]
+    assert "--tasks hellaswag" in first["command"] and second["command"] is None
+    whole.pop("runs")
+    assert row == whole
+
+
+def test_what_produced_a_row(checkpoints, paper, tmp_path, capsys, run_attnres):
+    """Fingerprint, versions, options, command, settings of generation, raw responses, and what was cut off."""
+    base = tmp_path / "base"
+    shutil.copytree(checkpoints / "base", base)
+    arguments = ["eval", base, "--tasks", "gsm8k_cot", "--limit", 2, "--data-root", paper[0], "--device", "cpu"]
+    assert run_attnres(*arguments, "--max-gen-toks", 8, "--seed", 3, "-o", tmp_path / "out") == 0
+    printed = " ".join(capsys.readouterr().out.split())
+    results = json.loads((tmp_path / "out/results.json").read_text())
+    identity, (row,) = results["models"][0]["identity"], results["rows"]
+    assert identity["model"] == {"fingerprint": checkpoint_fingerprint(base)} and identity["peft"] is None
+    assert identity["versions"]["lm_eval"] == lm_eval.__version__ and identity["versions"]["attnres"]
+    assert identity["options"]["seed"] == 3 and identity["options"]["limit"] == 2
+    settings = row["generation"]["gsm8k_cot"]
+    assert settings["max_gen_toks"] == 8 and settings["do_sample"] is False and "Q:" in settings["until"]
+    assert row["num_fewshot"] == {"gsm8k_cot": 8} and row["task_versions"]["gsm8k_cot"]
+    ((run,),) = row["runs"]
+    assert run["command"].startswith("attnres eval ") and "--max-gen-toks 8" in run["command"]
+    assert (run["device"], run["dtype"], run["batch_size"]) == ("cpu", "float32", 1) and run["python"]
+    assert run["chat_template_sha256"] is None
+    # random weights do not come to an end
+    warning = "gsm8k_cot: answers were cut off at 8 tokens, 2 of base (of 2 each); `--max-gen-toks` allows longer ones"
+    assert row["cut_off"] == [2] and warning in printed and warning in (tmp_path / "out/table.md").read_text()
+    samples = [json.loads(line) for path in tmp_path.glob("out/models/*/*.jsonl") for line in path.open()]
+    assert (
+        all(sample["cut_off"] and isinstance(sample["resps"][0][0], str) for sample in samples) and len(samples) == 2
+    )
+    assert len(samples[0]["filtered_resps"]) == 1 and samples[0]["target"]
+    # without the answers the scores are the same
+    assert run_attnres(*arguments, "--max-gen-toks", 8, "--seed", 3, "-o", tmp_path / "bare", "--no-samples") == 0
+    bare = [json.loads(line) for path in tmp_path.glob("bare/models/*/*.jsonl") for line in path.open()]
+    assert [sample.keys() & {"resps", "filtered_resps", "target"} for sample in bare] == [set(), set()]
+    assert [sample["score"] for sample in bare] == [sample["score"] for sample in samples]
+    # an answer that ends by itself is not cut off, even at its last token
+    (base / "generation_config.json").write_text(json.dumps({"eos_token_id": list(range(400))}))
+    assert run_attnres(*arguments, "--max-gen-toks", 1, "-o", tmp_path / "ends") == 0
+    assert json.loads((tmp_path / "ends/results.json").read_text())["rows"][0]["cut_off"] == [0]
+    # and one that cannot fit is not begun
+    assert run_attnres(*arguments, "--max-gen-toks", 10**6, "-o", tmp_path / "large") == 3
+    printed = " ".join(capsys.readouterr().out.split())
+    assert "Skipped gsm8k_cot: its answers may have 1000000 tokens, and a model takes" in printed
 
 
 def test_two_processes(checkpoints, paper, tmp_path):
@@ -365,7 +603,7 @@ def test_two_processes(checkpoints, paper, tmp_path):
         result = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr[-3000:]
         assert ("| 28/28 [" in result.stderr) == (name == "one")  # requests of 7 documents, and of the half of them
-    one, two = (json.loads((tmp_path / name / "results.json").read_text())["rows"] for name in launchers)
+    one, two = (rows_without_runs(tmp_path / name) for name in launchers)
     assert one == two and one[1]["num_documents"] == 7
 
 
@@ -405,7 +643,7 @@ def test_reasons(error, way_out):
     [
         (["eval", "./nowhere", "--suite", "quick"], "There is no folder `./nowhere`"),
         (["eval", "model"], "There is nothing to evaluate on: give a suite or tasks"),
-        (["eval", "model", "--suite", "best"], "`suite='best'` is neither one of paper, core, quick nor a file"),
+        (["eval", "model", "--suite", "best"], "`suite='best'` is neither one of paper, core, chat, quick nor a file"),
         (["eval", "model", "--tasks", "arc_chalenge"], "`arc_chalenge` is not a task of lm-eval"),
         (["eval", "model", "--suite", "quick", "--device", "cuda:99"], "`device='cuda:99'` is not there"),
         (["eval", "model", "--suite", "quick", "--device", "abacus"], "`device='abacus'` is not there"),
@@ -447,8 +685,8 @@ def test_comparison_by_hand():
 def test_perplexities_become_scores():
     """The inverse, by document: lm-eval gives the log-likelihood and the number of bytes."""
     hashes = dict.fromkeys(("doc_hash", "prompt_hash", "target_hash"), "")
-    sample = {"doc_id": 0, "target": "x", "filtered_resps": [-20.0], "byte_perplexity": (-20.0, 10), **hashes}
-    assert _sample("task", sample, "byte_perplexity")["score"] == pytest.approx(np.exp(-2))
+    sample = {"doc_id": 0, "target": "x", "resps": [], "filtered_resps": [], "byte_perplexity": (-20.0, 10), **hashes}
+    assert _sample("task", sample, "byte_perplexity", None)["score"] == pytest.approx(np.exp(-2))
 
 
 def test_scores_that_are_not_zero_or_one():

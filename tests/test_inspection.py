@@ -4,6 +4,7 @@ import dataclasses
 import gc
 import json
 import math
+import shutil
 from pathlib import Path
 
 import numpy as np
@@ -14,14 +15,17 @@ from rounding import all_in_fp64, wide
 from tiny_models import convert, randomize_queries, reference_hidden_states, tiny_base_model
 from typer.testing import CliRunner
 
+import attnres
 from attnres.cli import app
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.depth_attention import depth_attention_reference
+from attnres.fingerprint import checkpoint_fingerprint
 from attnres.inspection import DepthStatistics, Excerpt, SiteStatistics, ablate, gradient_rms, inspect, measure
 from attnres.inspection.callback import DepthMapCallback
 from attnres.inspection.figures import ablation_map, ablation_matrix, heat_map, weight_matrix
 from attnres.inspection.text import pieces, read_windows
+from attnres.model_cards import write_model_card
 
 
 README = (Path(__file__).parent.parent / "README.md").read_text(encoding="utf-8")
@@ -215,11 +219,31 @@ def test_schema_is_documented(folder, tmp_path):
     """What `depth.json` holds is what the dataclasses tell of, field by field."""
     results = inspect([str(folder / "b")], tmp_path, max_tokens=32, device="cpu")
     assert results == json.loads((tmp_path / "depth.json").read_text())
+    assert results["attnres_version"] == attnres.__version__
     (model,) = results["models"]
+    assert model["fingerprint"] == checkpoint_fingerprint(folder / "b") != checkpoint_fingerprint(folder / "a")
     for part, kind in ((model, DepthStatistics), (model["sites"][0], SiteStatistics), (model["excerpt"], Excerpt)):
         assert list(part) == [field.name for field in dataclasses.fields(kind)]
         for name in part:
             assert name in kind.__doc__ and f"`{name}`" in README.replace("[site][token][source]", "")
+
+
+def test_card_names_what_was_measured(folder, tmp_path):
+    """Its fingerprint does not change by what is written beside it, and what is no longer true is not said."""
+    checkpoint = tmp_path / "b"
+    shutil.copytree(folder / "b", checkpoint)
+    before = checkpoint_fingerprint(checkpoint)
+    inspect([str(checkpoint)], checkpoint / "depth", max_tokens=32, device="cpu")
+    text = write_model_card(checkpoint).read_text()
+    assert checkpoint_fingerprint(checkpoint) == before
+    assert f"Measured with attnres {attnres.__version__} on" in text and f"b (`{before}`)." in text
+    assert "changed since" not in text and before[:12] in (checkpoint / "depth/index.html").read_text()
+    shutil.copyfile(folder / "a/model.safetensors", checkpoint / "model.safetensors")
+    text = write_model_card(checkpoint).read_text()
+    assert f"`{before}`). The checkpoint has changed since." in text
+    (checkpoint / "depth/depth.json").write_text('{"models": [')
+    with pytest.raises(ValueError, match="depth.json` is damaged: remove it, or run `attnres inspect` again"):
+        write_model_card(checkpoint)
 
 
 def test_pictures_show_the_numbers(folder):
@@ -339,5 +363,5 @@ def test_bad_input(folder, tmp_path, arguments, message, monkeypatch):
     arguments = [argument.format(folder) for argument in arguments]
     monkeypatch.setattr("attnres.inspection.run._load", None)  # before a model is loaded
     result = CliRunner().invoke(app, ["inspect", *arguments, "-o", str(tmp_path / "out")])
-    assert isinstance(result.exception, ValueError) and message in str(result.exception)
+    assert isinstance(result.exception, (ValueError, OSError)) and message in str(result.exception)
     assert not (tmp_path / "out").exists()
