@@ -132,6 +132,8 @@ def split_config(config: dict[str, Any]) -> tuple[FinetuneArguments, AttnResTrai
     ours = FinetuneArguments(**{name: value for name, value in config.items() if name in names})
     theirs = {name: value for name, value in config.items() if name not in names}
     theirs = {"output_dir": ours.output_dir, "eval_strategy": "steps", "eval_on_start": True, **theirs}
+    # Early stopping goes on counting where it was
+    theirs = {"restore_callback_states_from_checkpoint": True, **theirs}
     if ours.early_stopping_patience is not None:
         theirs = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", **theirs}
     return ours, AttnResTrainingArguments(**theirs)

@@ -64,8 +64,9 @@ class FinetuneResult:
 
     @property
     def losses(self) -> list[float]:
-        """Held-out losses, from before the first step to the last evaluation."""
-        return [entry["eval_loss"] for entry in self.history if "eval_loss" in entry]
+        """Held-out losses, from before the first step to that of the model which is kept."""
+        names = ("eval_loss", "final_loss")
+        return [entry[name] for entry in self.history for name in names if name in entry]
 
 
 def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> FinetuneResult:
@@ -97,6 +98,10 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
     output.mkdir(parents=True, exist_ok=True)
     if training.process_index == 0:
         write_file(output / "finetune.yaml", yaml.safe_dump(config, sort_keys=True))
+    checkpoint = None if training.save_only_model else last_whole_checkpoint(output, training.world_size)
+    if checkpoint is not None:
+        # Its log has the loss of the start. Evaluated again, it would count as one without progress
+        training.eval_on_start = False
     trainer = AttnResTrainer(
         model=load_model(arguments, model_config, training),
         args=training,
@@ -110,9 +115,11 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
     if "tensorboard" in training.report_to and model_config.model_type == "attnres":
         trainer.add_callback(DepthMapCallback(torch.tensor(held_out[0]["input_ids"])[None]))
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    trainer.train(resume_from_checkpoint=last_whole_checkpoint(output))
+    trainer.train(resume_from_checkpoint=checkpoint)
     if not any("eval_loss" in e and e["step"] == trainer.state.global_step for e in trainer.state.log_history):
         trainer.evaluate()
+    if training.load_best_model_at_end:  # the last evaluation may have been of another model
+        trainer.evaluate(metric_key_prefix="final")
 
     files = [output / "finetune.yaml", output / "history.json", output / "loss.png", output / "loss.svg"]
     if trainer.is_world_process_zero():
@@ -137,7 +144,7 @@ def check_output(output: Path, config: dict[str, Any]):
                 f"`output_dir: {output}` holds an unfinished run with another `{differing[0]}`:"
                 f" {before.get(differing[0])}, not {config.get(differing[0])}. Name another folder, or delete it."
             )
-    elif output.is_dir() and any(output.iterdir()):
+    elif output.is_dir() and any(path.name != ".finetune.yaml.unfinished" for path in output.iterdir()):
         raise ValueError(f"`output_dir: {output}` is not empty: name another folder.")
 
 
@@ -210,16 +217,17 @@ def four_bits() -> BitsAndBytesConfig:
     )
 
 
-def last_whole_checkpoint(output: Path) -> str | None:
-    """The last one with the file that the Trainer writes last: a kill may have left part of one."""
-    checkpoints = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
-    newest_first = sorted(checkpoints, key=lambda path: int(path.name.split("-")[1]), reverse=True)
-    for path in newest_first:
+def last_whole_checkpoint(output: Path, num_processes: int) -> str | None:
+    """The last one with all that the Trainer writes: a kill may have left part of one."""
+    checkpoints = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
+    for path in checkpoints:
         try:
+            # Process 0 writes this file last, while the others may not have come to the states of their generators
             json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        except json.JSONDecodeError:
+        except (FileNotFoundError, json.JSONDecodeError):
             continue
-        return str(path)
+        if len(list(path.glob("rng_state*.pth"))) == num_processes:
+            return str(path)
     return None
 
 

@@ -87,6 +87,20 @@ class AttnResTrainer(Trainer):
         finally:
             config.use_cache = in_training
 
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        with torch.random.fork_rng():  # a data loader draws from the generator that training goes on with
+            return super().evaluate(*args, **kwargs)
+
+    def _run_epoch(self, *args, resume_from_checkpoint: str | None = None, **kwargs):
+        # CODEPATH: resumed from the checkpoint of its last step, or of the one that stopped it early, transformers'
+        # Trainer would take another step before it looks
+        if resume_from_checkpoint is not None:
+            saved = self.state.stateful_callbacks.get("TrainerControl", {}).get("args", {})
+            if self.state.global_step >= self.state.max_steps or saved.get("should_training_stop"):
+                self.control.should_training_stop = True
+                return
+        super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if ("loss" in logs or "eval_loss" in logs) and self.initial_queries is not None:
             logs |= self.observe()
