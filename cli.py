@@ -45,6 +45,7 @@ OPTIONAL_MODULES = {
     "peft": "train",
     "scipy": "eval",
     "statsmodels": "eval",
+    "trl": "train",
 }
 
 

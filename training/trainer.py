@@ -129,7 +129,7 @@ class AttnResTrainer(Trainer):
             with torch.random.fork_rng():  # a data loader draws from the generator that training goes on with
                 loader = self.get_train_dataloader() if self.eval_dataset is None else self.get_eval_dataloader()
                 batch = next(iter(loader))
-            self._observed = {k: batch[k][:2] for k in ("input_ids", "attention_mask") if k in batch}
+            self._observed = {k: batch[k][:2] for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
         batch = self._prepare_inputs(self._observed)
         training = self.model.training
         self.model.eval()
@@ -138,6 +138,8 @@ class AttnResTrainer(Trainer):
         self.model.train(training)
         norms = self.read_queries().norm(dim=-1)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        if "position_ids" in batch:  # packed: padding, and the first token of a document, are at position 0
+            mask &= batch["position_ids"] > 0
         entropies = {}
         for site, weights in enumerate(reads):
             if weights.shape[-1] > 1:
