@@ -99,6 +99,26 @@ def _load_files(files: list[Path]) -> Dataset:
         raise ValueError(f"`{files[0]}` cannot be read as {loader}: {str(reason).splitlines()[0]}") from error
 
 
+def kind_of_rows(columns: list[str], text_column: str | None = None) -> str:
+    """`text`, `chat` or `completion`, by the columns.
+
+    Raises:
+        ValueError: if it is none of them.
+    """
+    if text_column is not None and text_column not in columns:
+        raise ValueError(f"`text_column={text_column!r}` is none of the columns {', '.join(columns)}.")
+    if text_column is None and "messages" in columns:
+        return "chat"
+    if text_column is None and {"prompt", "completion"} <= set(columns):
+        return "completion"
+    if text_column is not None or "text" in columns:
+        return "text"
+    raise ValueError(
+        f"The data has the columns {', '.join(columns)}: it takes `text`, `messages`, `prompt` with `completion`,"
+        " or `text_column`."
+    )
+
+
 def row_tokenizer(
     columns: list[str], tokenizer: PreTrainedTokenizerBase, text_column: str | None = None
 ) -> Callable[[dict[str, Any]], dict[str, list[int]]]:
@@ -112,9 +132,7 @@ def row_tokenizer(
         ValueError: if there is no such column, or, when it is called, for a row that is something else.
     """
     end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
-    if text_column is not None and text_column not in columns:
-        raise ValueError(f"`text_column={text_column!r}` is none of the columns {', '.join(columns)}.")
-    column = text_column or ("text" if "text" in columns else None)
+    column = text_column or "text"
 
     def of_text(row: dict[str, Any]) -> dict[str, list[int]]:
         text = text_in(row, column)
@@ -131,18 +149,11 @@ def row_tokenizer(
         completion = tokenizer(completion, add_special_tokens=False).input_ids + end
         return {"input_ids": prompt + completion, "labels": [IGNORED_LABEL] * len(prompt) + completion}
 
-    if text_column is None and "messages" in columns:
-        if tokenizer.chat_template is None:
-            raise ValueError("The data has `messages`, but the tokenizer has no chat template.")
-        return functools.partial(tokenize_chat, tokenizer=tokenizer)
-    if text_column is None and {"prompt", "completion"} <= set(columns):
-        return of_completion
-    if column is not None:
-        return of_text
-    raise ValueError(
-        f"The data has the columns {', '.join(columns)}: it takes `text`, `messages`, `prompt` with `completion`,"
-        " or `text_column`."
-    )
+    kind = kind_of_rows(columns, text_column)
+    if kind == "chat" and tokenizer.chat_template is None:
+        raise ValueError("The data has `messages`, but the tokenizer has no chat template.")
+    of_chat = functools.partial(tokenize_chat, tokenizer=tokenizer)
+    return {"chat": of_chat, "completion": of_completion, "text": of_text}[kind]
 
 
 def text_in(row: dict[str, Any], column: str) -> str:

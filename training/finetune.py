@@ -17,6 +17,7 @@ import copy
 import functools
 import json
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ import torch
 import yaml
 from datasets import Dataset
 from peft import get_peft_model, prepare_model_for_kbit_training
+from rich.text import Text
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -50,6 +52,7 @@ from .config import (
     split_config,
 )
 from .curves import plot_curves
+from .show import render_batch
 from .trainer import AttnResTrainer, AttnResTrainingArguments
 
 
@@ -117,6 +120,12 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
         plot_curves(histories, output / "loss", title=f"Fine-tuning {Path(arguments.model).name}")
     final = save_final(trainer, run, output)  # at last: it says that the run is finished
     return FinetuneResult(final, trainer.state.log_history, trainable, trainer.explain_queries(), files)
+
+
+def show_batch(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> Text:
+    """The first batch of a run and what is learned in it, without training; arguments and errors as for `finetune`."""
+    run = prepare(read_config(config, overrides))
+    return render_batch(first_batch(run), run.tokenizer)
 
 
 @dataclass(frozen=True)
@@ -198,16 +207,15 @@ def first_batch(run: Run) -> dict[str, torch.Tensor]:
     """
     training = copy.copy(run.training)
     training.push_to_hub = False  # it would make the repository
-    try:
-        trainer = make_trainer(run, Understudy(), training)
-        loader = trainer.get_train_dataloader()
-        trainer.create_optimizer_and_scheduler(trainer.set_initial_training_values(training, loader)[-1])
-        return next(iter(loader))
-    except Exception as error:  # of many kinds, and the way out is the same
-        message = " ".join(str(error).split())
-        raise ValueError(
-            f"transformers' Trainer does not take these fields: {type(error).__name__}: {message}"
-        ) from error
+    with tempfile.TemporaryDirectory() as training.output_dir:  # and a Trainer makes the folder
+        try:
+            trainer = make_trainer(run, Understudy(), training)
+            loader = trainer.get_train_dataloader()
+            trainer.create_optimizer_and_scheduler(trainer.set_initial_training_values(training, loader)[-1])
+            return next(iter(loader))
+        except Exception as error:  # of many kinds, and the way out is the same
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(f"transformers' Trainer does not take these fields: {message}") from error
 
 
 def check_output(output: Path, config: dict[str, Any]):
@@ -237,21 +245,21 @@ def read_data(
         ValueError: if there are none, or they are not what is asked for.
     """
 
-    def read(source: str, config: str | None, split: str) -> Dataset:
+    def read(source: str, config: str | None, split: str) -> tuple[Dataset, str]:
         rows = data.load(source, config, split)
         documents = data.tokenize(rows, tokenizer, arguments.text_column)
         if verbose and len(documents) < len(rows):
             left_out = len(rows) - len(documents)
             print(f"{left_out} of {len(rows)} rows of {source} are left out: there is nothing in them to learn.")
-        return documents
+        return documents, data.kind_of_rows(rows.column_names, arguments.text_column)
 
-    train = read(arguments.dataset, arguments.dataset_config, arguments.split)
+    train, kind = read(arguments.dataset, arguments.dataset_config, arguments.split)
     if arguments.eval_dataset is not None:
-        held_out = read(arguments.eval_dataset, None, arguments.eval_split or "train")
+        held_out, held_out_kind = read(arguments.eval_dataset, None, arguments.eval_split or "train")
     elif arguments.eval_split is not None:
-        held_out = read(arguments.dataset, arguments.dataset_config, arguments.eval_split)
+        held_out, held_out_kind = read(arguments.dataset, arguments.dataset_config, arguments.eval_split)
     else:
-        every = max(2, round(1 / arguments.eval_fraction))
+        every, held_out_kind = max(2, round(1 / arguments.eval_fraction)), kind
         if len(train) < every:
             raise ValueError(
                 f"`{arguments.dataset}` has {len(train)} documents with something to learn: too few to hold out"
@@ -259,16 +267,13 @@ def read_data(
             )
         held_out = train.select(range(0, len(train), every))
         train = train.select([i for i in range(len(train)) if i % every != 0])
-    return make_rows(train, "dataset", arguments, packed, verbose), make_rows(
-        held_out, "eval_dataset", arguments, packed, verbose
-    )
+    make = functools.partial(make_rows, length=arguments.max_length, packed=packed, verbose=verbose)
+    return make(train, "dataset", kind), make(held_out, "eval_dataset", held_out_kind)
 
 
-def make_rows(documents: Dataset, name: str, arguments: FinetuneArguments, packed: bool, verbose: bool) -> Dataset:
-    """Rows of at most `max_length` tokens. Of text that is packed, nothing is lost; a chat or completion is cut."""
-    length = arguments.max_length
-    is_text = all(labels[1:] == ids[1:] for labels, ids in zip(documents[:10]["labels"], documents[:10]["input_ids"]))
-    if not (packed and is_text):
+def make_rows(documents: Dataset, name: str, kind: str, length: int, packed: bool, verbose: bool) -> Dataset:
+    """Rows of at most `length` tokens. Of text that is packed, nothing is lost; a chat or completion is cut off."""
+    if not packed or kind != "text":
         num_cut = sum(len(ids) > length for ids in documents["input_ids"])
         if verbose and num_cut > 0:
             print(f"{num_cut} of {len(documents)} rows of `{name}` are cut off at `max_length: {length}` tokens.")
