@@ -60,7 +60,7 @@ def make_model(folder: Path):
     tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
     convert(tiny_base_model("qwen3", vocab_size=len(tokenizer)), 3).save_pretrained(folder / "model")
     tokenizer.save_pretrained(folder / "model")
-    texts = [text for text in read_sample().split("\n\n") if text.strip()] * 4
+    texts = [f"{number} and {number} is {2 * number}." for number in range(80)]
     (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
 
 
@@ -74,7 +74,7 @@ def run(folder: Path, output: Path, case: dict, attempt: int) -> int:
             log = os.open(output.with_name(f"{output.name}-{attempt}.log"), os.O_WRONLY | os.O_CREAT | os.O_APPEND)
             os.dup2(log, stream.fileno())
         shared = {"per_device_train_batch_size": 4, "learning_rate": 1e-2, "query_learning_rate": 1e-2}
-        shared |= {"logging_steps": 1, "report_to": "none", "use_cpu": True, "max_length": 32, "disable_tqdm": True}
+        shared |= {"logging_steps": 1, "report_to": "none", "use_cpu": True, "max_length": 64, "disable_tqdm": True}
         paths = {name: str(folder / file) for name, file in (("model", "model"), ("dataset", "text.jsonl"))}
         finetune({**paths, **shared, **case, "output_dir": str(output)})
         os._exit(0)
@@ -121,17 +121,16 @@ def kill_runs(folder: Path, kills: int, seed: int, cases: list[str]) -> list[dic
     make_model(folder)
     durations = {}
     for name in cases:
-        start = time.monotonic()
-        assert not killed_within(run(folder, folder / f"{name}-whole", CASES[name], 0), 600)
-        durations[name] = time.monotonic() - start
+        for attempt in ("cold", "whole"):  # the first one fills caches of the data
+            start = time.monotonic()
+            assert not killed_within(run(folder, folder / f"{name}-{attempt}", CASES[name], 0), 600)
+            durations[name] = time.monotonic() - start
     number = 0
     while len(found) < kills:
         name = cases[number % len(cases)]
         output, attempt = folder / f"{name}-{number}", 0
         while killed_within(run(folder, output, CASES[name], attempt), generator.uniform(0, 1) * durations[name]):
-            there = sorted(path.name for path in output.glob("*")) + [".final.unfinished"] * (
-                (output / ".final.unfinished").exists()
-            )
+            there = sorted((path.name for path in output.glob("[!l]*")), key=lambda name: (len(name), name))
             found.append({"case": name, "run": number, "attempt": attempt, "there": there})
             attempt += 1
             if (output / "final").exists():  # killed behind its last word

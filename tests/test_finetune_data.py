@@ -263,7 +263,7 @@ def test_show_batch(folder, tmp_path, monkeypatch, capsys, run_attnres, packing)
         ([{"messages": CHAT[:1]}] * 60, "has 0 documents with something to learn"),
         ([{"messages": [{"role": "user", "content": None}, CHAT[1]]}] * 60, "cannot be put through the chat template"),
         ([{"prompt": "a", "completion": None}] * 60, "A row of the data has nothing in `completion`"),
-        ([{"prompt": CHAT[:1], "completion": CHAT[1:2]}] * 60, "which is not text, in `completion`"),
+        ([{"prompt": CHAT[:1], "completion": CHAT[1:2]}] * 60, "which is not text, in `prompt`"),
         ([{"prompt": "a", "answer": "b"}] * 60, "The data has the columns prompt, answer: it takes `text`"),
         (
             [{"prompt": "a b c " * 40, "completion": "d"}] * 60,

@@ -18,6 +18,7 @@ import difflib
 import math
 import typing
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,7 @@ import yaml
 from peft import LoraConfig, get_peft_model
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
 
 from ..configuration_attnres import BASE_FAMILIES, base_config_class
 from .adapters import lora_config, queries_config
@@ -50,6 +52,12 @@ NOT_NEGATIVE = {
 }
 BELOW_ONE = {"adam_beta1", "adam_beta2", "lora_dropout", "label_smoothing_factor"}
 WHOLE_FROM_ONE = {"logging_steps", "eval_steps", "save_steps", "warmup_steps"}
+CHOICES = {
+    "mode": MODES,
+    "log_level": ("passive", *logging.log_levels),
+    "log_level_replica": ("passive", *logging.log_levels),
+    "train_sampling_strategy": ("random", "sequential", "group_by_length"),
+}
 # Fields of `TrainingArguments` for scripts that read them, which this is not
 WITHOUT_EFFECT = {
     "do_train": "every run trains",
@@ -158,6 +166,10 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
     if not (type(value) in kinds or typing.Literal in kinds or (float in kinds and is_integer)):
         names = [KIND_NAMES[part] for part in KIND_NAMES if part in kinds]
         raise ValueError(f"`{name}: {_as_yaml(value)}` is not {' or '.join(names)}.")
+    choices = next((part for part in kinds if isinstance(part, type) and issubclass(part, Enum)), None)
+    choices = CHOICES.get(name) or [choice.value for choice in choices or ()]
+    if choices and isinstance(value, str) and value not in choices:
+        raise ValueError(f"`{name}: {value}` is none of {', '.join(choices)}.")
     _check_range(name, value)
     return value
 
@@ -191,13 +203,15 @@ def split_config(config: dict[str, Any]) -> tuple[FinetuneArguments, AttnResTrai
     theirs = {"restore_callback_states_from_checkpoint": True, **theirs}
     if ours.early_stopping_patience is not None:
         theirs = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", **theirs}
-    return ours, AttnResTrainingArguments(**theirs)
+    try:
+        return ours, AttnResTrainingArguments(**theirs)
+    except Exception as error:  # of many kinds, and the way out is the same
+        message = " ".join(str(error).split())
+        raise ValueError(f"transformers' `TrainingArguments` do not take these fields: {message}") from error
 
 
 def check_run(arguments: FinetuneArguments, training: AttnResTrainingArguments, model_config: PreTrainedConfig):
     """Raise a `ValueError` for what contradicts itself or the model, before data or weights are read."""
-    if arguments.mode not in MODES:
-        raise ValueError(f"`mode: {arguments.mode}` is none of {', '.join(MODES)}.")
     if arguments.mode == "queries" and model_config.model_type != "attnres":
         raise ValueError(
             f"`mode: queries` needs an AttnRes checkpoint and `{arguments.model}` is a {model_config.model_type}:"
@@ -284,4 +298,6 @@ def read_model_config(arguments: FinetuneArguments) -> PreTrainedConfig:
     """
     if arguments.model.startswith((".", "/", "~")) and not Path(arguments.model).expanduser().is_dir():
         raise ValueError(f"There is no folder `{arguments.model}`.")
+    if arguments.revision is not None and Path(arguments.model).is_dir():
+        raise ValueError(f"`revision: {arguments.revision}` is for a Hub id, and `{arguments.model}` is a folder.")
     return AutoConfig.from_pretrained(arguments.model, revision=arguments.revision)

@@ -171,6 +171,8 @@ def tokenize_chat(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> di
         raise ValueError(
             f"A row of the data has {messages!r:.60} in `messages`, which is not a list of `role` and `content`."
         )
+    if not messages:
+        return {"input_ids": [], "labels": []}
     # A column of dicts gives each the keys of all
     messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
     try:
