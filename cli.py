@@ -46,6 +46,7 @@ OPTIONAL_MODULES = {
     "peft": "train",
     "scipy": "eval",
     "statsmodels": "eval",
+    "trl": "train",
 }
 
 
@@ -260,11 +261,22 @@ def finetune(
     fields: Annotated[
         list[str] | None, typer.Argument(metavar="FIELD=VALUE...", help="In place of those of the file.")
     ] = None,
+    show_batch: Annotated[
+        bool, typer.Option("--show-batch", help="Print the first batch and what is learned in it; do not train.")
+    ] = False,
 ):
     """Fine-tune a checkpoint: all of it, LoRA and the depth queries, or the queries alone. Run again, it resumes."""
+    try:
+        _finetune(config, fields, show_batch)
+    except KeyboardInterrupt:
+        again = "Nothing was trained." if show_batch else "Run the same command again, and it goes on."
+        fail(f"Interrupted. {again}", code=130)
+
+
+def _finetune(config: Path, fields: list[str] | None, show_batch: bool):
     import yaml
 
-    from .training import finetune
+    from . import training
 
     overrides = {}
     for field in fields or []:
@@ -272,8 +284,14 @@ def finetune(
         if not equals:
             raise ValueError(f"`{field}` is not of the form field=value.")
         overrides[name] = yaml.safe_load(value)
-    result = finetune(config, overrides)
-    if os.environ.get("RANK", "0") != "0":  # of several processes the first one tells
+    is_first = os.environ.get("RANK", "0") == "0"  # of several processes the first one tells
+    if show_batch:
+        batch = training.show_batch(config, overrides)
+        if is_first:
+            console.print(batch, soft_wrap=True)
+        return
+    result = training.finetune(config, overrides)
+    if not is_first:
         return
     before, after = result.losses[0], result.losses[-1]
     console.print(f"Trained {result.trainable_parameters:,} parameters.", highlight=False)
@@ -426,10 +444,10 @@ def main():
         fail(str(error))
 
 
-def fail(message: str):
+def fail(message: str, code: int = 1):
     # Not wrapped: a path in it can be copied
     Console(stderr=True).print(f"[bold red]Error:[/] {escape(message)}", highlight=False, soft_wrap=True)
-    sys.exit(1)
+    sys.exit(code)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@
 
 from .adapters import lora_config, queries_config
 from .config import FinetuneArguments
-from .finetune import FinetuneResult, finetune
+from .finetune import FinetuneResult, finetune, show_batch
 from .trainer import AttnResTrainer, AttnResTrainingArguments
 
 
@@ -27,4 +27,5 @@ __all__ = [
     "finetune",
     "lora_config",
     "queries_config",
+    "show_batch",
 ]

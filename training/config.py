@@ -15,18 +15,56 @@
 
 import dataclasses
 import difflib
+import math
 import typing
 from dataclasses import dataclass, field
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
+import torch
 import yaml
-from transformers import AutoConfig, PreTrainedConfig
+from peft import LoraConfig, get_peft_model
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers.utils import logging
 
+from ..configuration_attnres import BASE_FAMILIES, base_config_class
+from .adapters import lora_config, queries_config
 from .trainer import AttnResTrainingArguments
 
 
 MODES = ("queries", "lora", "full")
+KIND_NAMES = {
+    **{bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"},
+    **{dict: "a list of `field: value`", type(None): "null"},
+}
+# Ranges that transformers does not check before it trains, or not at all
+POSITIVE = {
+    *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
+    *("logging_steps", "eval_steps", "save_steps", "save_total_limit", "eval_accumulation_steps", "adam_epsilon"),
+    *("lora_rank", "lora_alpha", "early_stopping_patience", "fsdp_size", "neftune_noise_alpha", "ddp_bucket_cap_mb"),
+    *("dataloader_prefetch_factor", "torch_empty_cache_steps", "ddp_timeout"),
+}
+NOT_NEGATIVE = {
+    *("learning_rate", "query_learning_rate", "weight_decay", "query_weight_decay", "warmup_steps", "max_grad_norm"),
+    *("eval_delay", "seed", "data_seed", "dataloader_num_workers"),
+}
+BELOW_ONE = {"adam_beta1", "adam_beta2", "lora_dropout", "label_smoothing_factor"}
+WHOLE_FROM_ONE = {"logging_steps", "eval_steps", "save_steps", "warmup_steps"}
+CHOICES = {
+    "mode": MODES,
+    "log_level": ("passive", *logging.log_levels),
+    "log_level_replica": ("passive", *logging.log_levels),
+    "train_sampling_strategy": ("random", "sequential", "group_by_length"),
+}
+# Fields of `TrainingArguments` for scripts that read them, which this is not
+WITHOUT_EFFECT = {
+    "do_train": "every run trains",
+    "do_eval": "every run evaluates",
+    "do_predict": "nothing is predicted",
+    "resume_from_checkpoint": "run again with the same `output_dir`, a run resumes",
+}
 
 
 @dataclass
@@ -44,7 +82,8 @@ class FinetuneArguments:
         text_column: where the text is, if not in `text`, `messages` or `prompt` and `completion`.
         mode: `queries` (depth queries and key norms alone), `lora` (LoRA and the queries in full) or `full`.
         max_length: tokens of a row.
-        packing: join documents and cut them into rows of `max_length`, without padding.
+        packing: put documents beside each other in rows of `max_length`, kept apart by their positions. By default
+            wherever the model keeps them apart.
         dtype: of the weights; by default float32 with `mode: full` and that of the checkpoint otherwise.
         load_in_4bit: quantise the linear layers as in QLoRA (NF4, needs bitsandbytes); the queries stay in fp32.
         lora_rank, lora_alpha, lora_dropout, lora_target_modules: as in PEFT's `LoraConfig`.
@@ -64,7 +103,7 @@ class FinetuneArguments:
     text_column: str | None = None
     mode: str = "lora"
     max_length: int = 1024
-    packing: bool = True
+    packing: bool | None = None
     dtype: str | None = None
     load_in_4bit: bool = False
     lora_rank: int = 16
@@ -103,6 +142,8 @@ def read_config(config: str | Path | dict[str, Any], overrides: dict[str, Any] |
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise ValueError(f"There is no field `{name}`" + (f"; is it `{close[0]}`?" if close else "."))
+        if name in WITHOUT_EFFECT:
+            raise ValueError(f"`{name}` has no effect here: {WITHOUT_EFFECT[name]}.")
     for name in ("model", "dataset", "output_dir"):
         if not config.get(name):
             raise ValueError(f"`{name}` is missing.")
@@ -111,19 +152,45 @@ def read_config(config: str | Path | dict[str, Any], overrides: dict[str, Any] |
 
 def _converted(name: str, value: Any, kind: Any) -> Any:
     """YAML takes `1e-3` for text and `no` for false, and transformers takes anything."""
-    allowed = set(typing.get_args(kind)) or {kind}
-    if value is False and bool not in allowed and str in allowed:
+    kinds = {typing.get_origin(part) or part for part in typing.get_args(kind) or (kind,)}
+    if value is False and bool not in kinds and str in kinds:
         return "no"
-    if float in allowed and str not in allowed and isinstance(value, (str, int)) and not isinstance(value, bool):
+    if float in kinds and str not in kinds and isinstance(value, (str, int)) and not isinstance(value, bool):
         try:
-            return float(value)
+            value = float(value)
         except ValueError:
             raise ValueError(f"`{name}: {value}` is not a number.") from None
-    if allowed <= {int, type(None)} and (not isinstance(value, (int, type(None))) or isinstance(value, bool)):
-        raise ValueError(f"`{name}: {value}` is not a whole number.")
-    if allowed == {bool} and not isinstance(value, bool):
-        raise ValueError(f"`{name}: {value}` is neither true nor false.")
+    if isinstance(value, float) and not math.isfinite(value):
+        raise ValueError(f"`{name}: {value}` is not a finite number.")
+    is_integer = isinstance(value, int) and not isinstance(value, bool)
+    if not (type(value) in kinds or typing.Literal in kinds or (float in kinds and is_integer)):
+        names = [KIND_NAMES[part] for part in KIND_NAMES if part in kinds]
+        raise ValueError(f"`{name}: {_as_yaml(value)}` is not {' or '.join(names)}.")
+    choices = next((part for part in kinds if isinstance(part, type) and issubclass(part, Enum)), None)
+    choices = CHOICES.get(name) or [choice.value for choice in choices or ()]
+    if choices and isinstance(value, str) and value not in choices:
+        raise ValueError(f"`{name}: {value}` is none of {', '.join(choices)}.")
+    _check_range(name, value)
     return value
+
+
+def _as_yaml(value: Any) -> str:
+    return yaml.safe_dump(value, default_flow_style=True).removesuffix("...\n").strip()
+
+
+def _check_range(name: str, value: Any):
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        return
+    if name in POSITIVE and value <= 0:
+        raise ValueError(f"`{name}: {value}` is not above 0.")
+    if name in NOT_NEGATIVE and value < 0:
+        raise ValueError(f"`{name}: {value}` is negative.")
+    if name in BELOW_ONE and not 0 <= value < 1:
+        raise ValueError(f"`{name}: {value}` is not between 0 and 1.")
+    if name in WHOLE_FROM_ONE and value > 1 and value != int(value):
+        raise ValueError(f"`{name}: {value}` is neither a whole number nor below 1, a part of the run.")
+    if name == "max_steps" and (value == 0 or value < -1):
+        raise ValueError(f"`max_steps: {value}` is not above 0; -1 trains for `num_train_epochs`.")
 
 
 def split_config(config: dict[str, Any]) -> tuple[FinetuneArguments, AttnResTrainingArguments]:
@@ -132,15 +199,19 @@ def split_config(config: dict[str, Any]) -> tuple[FinetuneArguments, AttnResTrai
     ours = FinetuneArguments(**{name: value for name, value in config.items() if name in names})
     theirs = {name: value for name, value in config.items() if name not in names}
     theirs = {"output_dir": ours.output_dir, "eval_strategy": "steps", "eval_on_start": True, **theirs}
+    # Early stopping goes on counting where it was
+    theirs = {"restore_callback_states_from_checkpoint": True, **theirs}
     if ours.early_stopping_patience is not None:
         theirs = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", **theirs}
-    return ours, AttnResTrainingArguments(**theirs)
+    try:
+        return ours, AttnResTrainingArguments(**theirs)
+    except Exception as error:  # of many kinds, and the way out is the same
+        message = " ".join(str(error).split())
+        raise ValueError(f"transformers' `TrainingArguments` do not take these fields: {message}") from error
 
 
-def check_run(arguments: FinetuneArguments, model_config: PreTrainedConfig):
+def check_run(arguments: FinetuneArguments, training: AttnResTrainingArguments, model_config: PreTrainedConfig):
     """Raise a `ValueError` for what contradicts itself or the model, before data or weights are read."""
-    if arguments.mode not in MODES:
-        raise ValueError(f"`mode: {arguments.mode}` is none of {', '.join(MODES)}.")
     if arguments.mode == "queries" and model_config.model_type != "attnres":
         raise ValueError(
             f"`mode: queries` needs an AttnRes checkpoint and `{arguments.model}` is a {model_config.model_type}:"
@@ -151,12 +222,72 @@ def check_run(arguments: FinetuneArguments, model_config: PreTrainedConfig):
         raise ValueError(f"`max_length: {arguments.max_length}` is more than the {longest} tokens of the model.")
     if arguments.max_length < 2:
         raise ValueError(f"`max_length: {arguments.max_length}` leaves nothing to predict.")
-    if not 0 < arguments.eval_fraction < 1:
-        raise ValueError(f"`eval_fraction: {arguments.eval_fraction}` is not between 0 and 1.")
+    if not 0 < arguments.eval_fraction <= 0.5:
+        raise ValueError(f"`eval_fraction: {arguments.eval_fraction}` is not between 0 and 0.5.")
     if arguments.load_in_4bit and arguments.mode == "full":
         raise ValueError("`load_in_4bit: true` needs `mode: lora` or `mode: queries`: 4-bit weights are not trained.")
     if arguments.fsdp_size is not None and arguments.mode != "full":
         raise ValueError(f"`fsdp_size: {arguments.fsdp_size}` needs `mode: full`; adapters train with plain DDP.")
+    if arguments.packing and (reason := cannot_pack(model_config)) is not None:
+        raise ValueError(f"`packing: true` is not possible here: {reason}. Set `packing: false`.")
+    dtype = arguments.dtype or "auto"
+    if dtype != "auto" and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
+        raise ValueError(f"`dtype: {dtype}` is not one of auto, float32, bfloat16, float16.")
+    check_evaluation(arguments, training)
+    check_adapter(arguments, model_config)
+
+
+def check_evaluation(arguments: FinetuneArguments, training: AttnResTrainingArguments):
+    evaluated = arguments.eval_dataset or (arguments.dataset if arguments.eval_split else None)
+    if evaluated == arguments.dataset and (arguments.eval_split or "train") == arguments.split:
+        raise ValueError(
+            f"`eval_dataset` and `eval_split` are what is trained on, `{arguments.split}` of `{evaluated}`."
+            " Leave them out, and a part is held out."
+        )
+    metric = training.metric_for_best_model
+    if metric not in (None, "loss", "eval_loss"):
+        raise ValueError(f"`metric_for_best_model: {metric}` is not measured: it is eval_loss.")
+    if metric is not None and training.greater_is_better:
+        raise ValueError("`greater_is_better: true` would keep the model with the largest loss.")
+
+
+def check_adapter(arguments: FinetuneArguments, model_config: PreTrainedConfig):
+    """Try the adapter on a model without memory for its weights."""
+    adapter = make_adapter(arguments, model_config)
+    if adapter is not None:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(model_config)
+            try:
+                get_peft_model(model, adapter)
+            except ValueError as error:
+                raise ValueError(f"`lora_target_modules: {arguments.lora_target_modules}`: {error}") from error
+
+
+def make_adapter(arguments: FinetuneArguments, model_config: PreTrainedConfig) -> LoraConfig | None:
+    """The configuration of the adapter that is trained, `None` with `mode: full`."""
+    if arguments.mode == "full":
+        return None
+    if arguments.mode == "queries":
+        return queries_config()
+    adapter = lora_config(
+        r=arguments.lora_rank,
+        lora_alpha=arguments.lora_alpha,
+        lora_dropout=arguments.lora_dropout,
+        target_modules=arguments.lora_target_modules,
+    )
+    if model_config.model_type != "attnres":
+        adapter.modules_to_save = None
+    return adapter
+
+
+def cannot_pack(model_config: PreTrainedConfig) -> str | None:
+    """Why documents in one row would not be kept apart, or `None` if positions that start again do keep them apart."""
+    base_model_type = getattr(model_config, "base_model_type", model_config.model_type)
+    if base_model_type not in BASE_FAMILIES:
+        return f"it has not been shown that a {base_model_type} keeps packed documents apart"
+    if MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]._is_stateful:
+        return f"the layers of a {base_model_type} that carry a state would carry it from one document to the next"
+    return None
 
 
 def read_model_config(arguments: FinetuneArguments) -> PreTrainedConfig:
@@ -167,4 +298,6 @@ def read_model_config(arguments: FinetuneArguments) -> PreTrainedConfig:
     """
     if arguments.model.startswith((".", "/", "~")) and not Path(arguments.model).expanduser().is_dir():
         raise ValueError(f"There is no folder `{arguments.model}`.")
+    if arguments.revision is not None and Path(arguments.model).is_dir():
+        raise ValueError(f"`revision: {arguments.revision}` is for a Hub id, and `{arguments.model}` is a folder.")
     return AutoConfig.from_pretrained(arguments.model, revision=arguments.revision)

@@ -13,12 +13,17 @@
 # limitations under the License.
 """Text and chats from a `datasets` source to rows of token ids with labels."""
 
+import functools
+import re
 from collections.abc import Callable
-from itertools import chain
+from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
+import torch
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
+from jinja2 import TemplateError
+from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
 
@@ -32,6 +37,8 @@ LOADERS = {
     ".py": ("text", {"sample_by": "document"}),
 }
 IGNORED_LABEL = -100
+# In place of an answer, to see what a chat template puts around it: a character for private use
+STAND_IN = "\ue000"
 
 
 def load(source: str, config: str | None, split: str, streaming: bool = False) -> Dataset | IterableDataset:
@@ -45,6 +52,7 @@ def load(source: str, config: str | None, split: str, streaming: bool = False) -
     """
     path = Path(source).expanduser()
     if path.is_file():
+        _check_whole(source, config, split)
         return _load_files([path])
     if path.is_dir() and not (path / "README.md").exists() and not (path / "dataset_dict.json").exists():
         files = sorted(file for file in path.rglob("*") if file.suffix in LOADERS and file.is_file())
@@ -55,6 +63,7 @@ def load(source: str, config: str | None, split: str, streaming: bool = False) -
             raise ValueError(
                 f"`{source}` holds files of several kinds ({', '.join(sorted(kinds))}): take one of them."
             )
+        _check_whole(source, config, split)
         return _load_files(files)
     if not path.exists() and (path.suffix in LOADERS or source.startswith((".", "/", "~"))):
         raise ValueError(f"There is no file or folder `{source}`.")
@@ -69,6 +78,16 @@ def load(source: str, config: str | None, split: str, streaming: bool = False) -
         ) from error
 
 
+def _check_whole(source: str, config: str | None, split: str):
+    """Files have no parts: to ask for one and get all of them would be to evaluate on what was trained on."""
+    for name, value in (("split", split if split != "train" else None), ("configuration", config)):
+        if value is not None:
+            raise ValueError(
+                f"`{source}` is a file or a folder of files, which has no {name} `{value}`: only data sets of the Hub"
+                " have. Name another file."
+            )
+
+
 def _load_files(files: list[Path]) -> Dataset:
     if files[0].suffix not in LOADERS:
         raise ValueError(f"`{files[0]}` is none of {', '.join(LOADERS)}.")
@@ -80,79 +99,183 @@ def _load_files(files: list[Path]) -> Dataset:
         raise ValueError(f"`{files[0]}` cannot be read as {loader}: {str(reason).splitlines()[0]}") from error
 
 
-def row_tokenizer(
-    columns: list[str], tokenizer: PreTrainedTokenizerBase, text_column: str | None = None
-) -> Callable[[dict[str, Any]], dict[str, list[int]]]:
-    """What makes token ids and labels (`input_ids`, `labels`) of a row with these columns.
-
-    A row is a chat (`messages`, through the tokenizer's chat template; loss on the answers where the template marks
-    them, on everything otherwise), a `prompt` with a `completion` (loss on the completion), or text (`text` or
-    `text_column`). Text and completions end with the end-of-sequence token.
+def kind_of_rows(columns: list[str], text_column: str | None = None) -> str:
+    """`text`, `chat` or `completion`, by the columns.
 
     Raises:
-        ValueError: if there is no such column.
+        ValueError: if it is none of them.
     """
-    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
     if text_column is not None and text_column not in columns:
         raise ValueError(f"`text_column={text_column!r}` is none of the columns {', '.join(columns)}.")
-    column = text_column or ("text" if "text" in columns else None)
-
-    def of_text(row: dict[str, Any]) -> dict[str, list[int]]:
-        ids = tokenizer(row[column]).input_ids
-        ids = ids if ids[-1:] == end else ids + end
-        return {"input_ids": ids, "labels": ids}
-
-    def of_completion(row: dict[str, Any]) -> dict[str, list[int]]:
-        prompt = tokenizer(row["prompt"]).input_ids
-        prompt = prompt[:-1] if end and prompt[-1:] == end else prompt
-        completion = tokenizer(row["completion"], add_special_tokens=False).input_ids + end
-        return {"input_ids": prompt + completion, "labels": [IGNORED_LABEL] * len(prompt) + completion}
-
-    marked = "{% generation" in (tokenizer.chat_template or "") or "{%- generation" in (tokenizer.chat_template or "")
-
-    def of_chat(row: dict[str, Any]) -> dict[str, list[int]]:
-        encoded = tokenizer.apply_chat_template(
-            row["messages"], tokenize=True, return_dict=True, return_assistant_tokens_mask=marked
-        )
-        ids, mask = encoded["input_ids"], encoded.get("assistant_masks") if marked else None
-        return {
-            "input_ids": ids,
-            "labels": ids if mask is None else [i if answer else IGNORED_LABEL for i, answer in zip(ids, mask)],
-        }
-
     if text_column is None and "messages" in columns:
-        if tokenizer.chat_template is None:
-            raise ValueError("The data has `messages`, but the tokenizer has no chat template.")
-        return of_chat
+        return "chat"
     if text_column is None and {"prompt", "completion"} <= set(columns):
-        return of_completion
-    if column is not None:
-        return of_text
+        return "completion"
+    if text_column is not None or "text" in columns:
+        return "text"
     raise ValueError(
         f"The data has the columns {', '.join(columns)}: it takes `text`, `messages`, `prompt` with `completion`,"
         " or `text_column`."
     )
 
 
+def row_tokenizer(
+    columns: list[str], tokenizer: PreTrainedTokenizerBase, text_column: str | None = None
+) -> Callable[[dict[str, Any]], dict[str, list[int]]]:
+    """What makes token ids and labels (`input_ids`, `labels`) of a row with these columns.
+
+    A row is a chat (`messages`, through the tokenizer's chat template; loss on the assistant's turns), a `prompt` with
+    a `completion` (loss on the completion), or text (`text` or `text_column`). Text and completions end with the
+    end-of-sequence token. Of an empty row comes nothing.
+
+    Raises:
+        ValueError: if there is no such column, or, when it is called, for a row that is something else.
+    """
+    end = [] if tokenizer.eos_token_id is None else [tokenizer.eos_token_id]
+    column = text_column or "text"
+
+    def of_text(row: dict[str, Any]) -> dict[str, list[int]]:
+        text = text_in(row, column)
+        ids = tokenizer(text).input_ids if text.strip() else []
+        ids = ids if ids[-1:] == end or not ids else ids + end
+        return {"input_ids": ids, "labels": ids}
+
+    def of_completion(row: dict[str, Any]) -> dict[str, list[int]]:
+        prompt, completion = text_in(row, "prompt"), text_in(row, "completion")
+        if not completion.strip():
+            return {"input_ids": [], "labels": []}
+        prompt = tokenizer(prompt).input_ids
+        prompt = prompt[:-1] if end and prompt[-1:] == end else prompt
+        completion = tokenizer(completion, add_special_tokens=False).input_ids + end
+        return {"input_ids": prompt + completion, "labels": [IGNORED_LABEL] * len(prompt) + completion}
+
+    kind = kind_of_rows(columns, text_column)
+    if kind == "chat" and tokenizer.chat_template is None:
+        raise ValueError("The data has `messages`, but the tokenizer has no chat template.")
+    of_chat = functools.partial(tokenize_chat, tokenizer=tokenizer)
+    return {"chat": of_chat, "completion": of_completion, "text": of_text}[kind]
+
+
+def text_in(row: dict[str, Any], column: str) -> str:
+    if not isinstance(row[column], str):
+        missing = row[column] is None
+        found = "nothing" if missing else f"{row[column]!r:.60}, which is not text,"
+        raise ValueError(f"A row of the data has {found} in `{column}`.")
+    return row[column]
+
+
+def tokenize_chat(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> dict[str, list[int]]:
+    """Token ids and labels of a chat: what the assistant says is learned, and that a turn of it ends there."""
+    messages = row["messages"]
+    if not isinstance(messages, list) or not all(isinstance(m, dict) and m.get("role") for m in messages):
+        raise ValueError(
+            f"A row of the data has {messages!r:.60} in `messages`, which is not a list of `role` and `content`."
+        )
+    if not messages:
+        return {"input_ids": [], "labels": []}
+    # A column of dicts gives each the keys of all
+    messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
+    try:
+        if re.search(r"\{%[-+]?\s*generation\b", tokenizer.get_chat_template()):
+            encoded = tokenizer.apply_chat_template(
+                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+            )
+            ids, answers = encoded["input_ids"], encoded["assistant_masks"]
+        else:
+            text, spans = find_answers(messages, functools.partial(tokenizer.apply_chat_template, tokenize=False))
+            encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            ids = encoded["input_ids"]
+            answers = [any(a <= start and stop <= b for a, b in spans) for start, stop in encoded["offset_mapping"]]
+    except (TemplateError, TypeError, NotImplementedError) as error:
+        raise ValueError(f"A chat cannot be put through the chat template: {error}.") from error
+    return {"input_ids": ids, "labels": [i if answer else IGNORED_LABEL for i, answer in zip(ids, answers)]}
+
+
+def find_answers(messages: list[dict], render: Callable[..., str]) -> tuple[str, list[tuple[int, int]]]:
+    """A rendered chat, and from where to where in it the assistant's turns go.
+
+    A turn begins where the chat in front of it, with the generation prompt, is no longer the same, and ends where the
+    chat up to it ends. Templates that render a turn differently when others follow (Qwen3's leaves out the thoughts)
+    are asked with another answer in its place: what is behind that one, is behind the turn.
+
+    Raises:
+        ValueError: if the turns cannot be told from the rest.
+    """
+    chat, spans = render(messages), []
+    for i, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        before, up_to = render(messages[:i]) if i else "", render(messages[: i + 1])
+        other = {**message, "content": STAND_IN}
+        prompt = render(messages[:i], add_generation_prompt=True) if i else render([other])
+        start = len(commonprefix([prompt, chat]))
+        if chat.startswith(up_to):
+            end = len(up_to)
+        else:
+            behind = render([*messages[:i], other, *messages[i + 1 :]]).rpartition(STAND_IN)[2]
+            closing = render([*messages[:i], other]).rpartition(STAND_IN)[2]
+            found = chat.endswith(behind) and behind.startswith(closing) and not message.get("tool_calls")
+            end = len(chat) - len(behind) + len(closing) if found else 0
+        if not chat.startswith(before) or start < len(before) or end <= start:
+            raise ValueError(
+                f"What is to be learned from message {i} of a chat cannot be told from the prompts in what the chat"
+                " template makes of it: put {% generation %} and {% endgeneration %} around the assistant's turns in"
+                " the chat template."
+            )
+        spans.append((start, end))
+    return chat, spans
+
+
 def tokenize(dataset: Dataset, tokenizer: PreTrainedTokenizerBase, text_column: str | None = None) -> Dataset:
-    """Token ids and labels of every row; see `row_tokenizer`."""
+    """Token ids and labels of every row, see `row_tokenizer`; rows without anything to learn are left out."""
     columns = dataset.column_names
     of_row = row_tokenizer(columns, tokenizer, text_column)
-    return dataset.map(of_row, remove_columns=columns, desc="Tokenizing")
+
+    def of_numbered_row(row: dict[str, Any], number: int) -> dict[str, list[int]]:
+        try:
+            return of_row(row)
+        except ValueError as error:
+            raise ValueError(f"{error} It is row {number}, counted from 0.") from None
+
+    dataset = dataset.map(of_numbered_row, with_indices=True, remove_columns=columns, desc="Tokenizing")
+    return dataset.filter(has_labels, desc="Filtering")
 
 
-def pack(dataset: Dataset, length: int) -> Dataset:
-    """Every thousand rows in one, cut into rows of `length` tokens; what fills no row is left out."""
-
-    def cut(batch: dict[str, list[list[int]]]) -> dict[str, list[list[int]]]:
-        joined = {name: list(chain.from_iterable(rows)) for name, rows in batch.items()}
-        starts = range(0, len(joined["input_ids"]) - length + 1, length)
-        return {name: [ids[start : start + length] for start in starts] for name, ids in joined.items()}
-
-    return dataset.map(cut, batched=True, desc="Packing")
+def has_labels(row: dict[str, list[int]]) -> bool:
+    return any(label != IGNORED_LABEL for label in row["labels"][1:])
 
 
 def truncate(dataset: Dataset, length: int) -> Dataset:
     """Rows of at most `length` tokens; what is behind is left out, and so are rows without anything to learn."""
     dataset = dataset.map(lambda row: {name: ids[:length] for name, ids in row.items()}, desc="Truncating")
-    return dataset.filter(lambda row: any(label != IGNORED_LABEL for label in row["labels"][1:]), desc="Filtering")
+    return dataset.filter(has_labels, desc="Filtering")
+
+
+def pack(dataset: Dataset, length: int) -> Dataset:
+    """Documents beside each other in rows of at most `length` tokens; those that are longer are cut into several.
+
+    Positions (`position_ids`) start again with each, by which transformers' masks keep them apart, and the first token
+    of each has no label, as there is nothing to predict it from.
+    """
+    from trl import pack_dataset
+
+    def restart(row: dict[str, list[int]]) -> dict[str, list[int]]:
+        positions = [position for size in row["seq_lengths"] for position in range(size)]
+        labels = [label if position else IGNORED_LABEL for label, position in zip(row["labels"], positions)]
+        return {"position_ids": positions, "labels": labels}
+
+    packed = pack_dataset(dataset, length, strategy="bfd_split", map_kwargs={"desc": "Packing"})
+    return packed.map(restart, remove_columns="seq_lengths", desc="Packing").filter(has_labels, desc="Filtering")
+
+
+def collate_packed(rows: list[dict[str, list[int]]], pad_token_id: int = 0) -> dict[str, torch.Tensor]:
+    """A batch of packed rows, `[batch, seq]` each, without an attention mask.
+
+    With one, transformers would not look at the positions. Padding lies at the end; every token of it is at position
+    0, a document of its own.
+    """
+    padding = {"input_ids": pad_token_id, "labels": IGNORED_LABEL, "position_ids": 0}
+    return {
+        name: pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=value)
+        for name, value in padding.items()
+    }

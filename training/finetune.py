@@ -13,8 +13,11 @@
 # limitations under the License.
 """One fine-tuning run: read and check everything, train, keep what came of it. Run again, it goes on where it was."""
 
+import copy
+import functools
 import json
 import shutil
+import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -23,6 +26,7 @@ import torch
 import yaml
 from datasets import Dataset
 from peft import get_peft_model, prepare_model_for_kbit_training
+from rich.text import Text
 from transformers import (
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -38,9 +42,17 @@ from ..inspection.callback import DepthMapCallback
 from ..model_cards import write_model_card
 from ..outputs import write_file
 from . import data
-from .adapters import lora_config, queries_config
-from .config import FinetuneArguments, check_run, read_config, read_model_config, split_config
+from .config import (
+    FinetuneArguments,
+    cannot_pack,
+    check_run,
+    make_adapter,
+    read_config,
+    read_model_config,
+    split_config,
+)
 from .curves import plot_curves
+from .show import render_batch
 from .trainer import AttnResTrainer, AttnResTrainingArguments
 
 
@@ -64,8 +76,9 @@ class FinetuneResult:
 
     @property
     def losses(self) -> list[float]:
-        """Held-out losses, from before the first step to the last evaluation."""
-        return [entry["eval_loss"] for entry in self.history if "eval_loss" in entry]
+        """Held-out losses, from before the first step to that of the model which is kept."""
+        names = ("eval_loss", "final_loss")
+        return [entry[name] for entry in self.history for name in names if name in entry]
 
 
 def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> FinetuneResult:
@@ -82,45 +95,127 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
         ValueError: for fields, data or a model that do not fit, before the model is loaded.
     """
     config = read_config(config, overrides)
-    arguments, training = split_config(config)
-    model_config = read_model_config(arguments)
-    check_run(arguments, model_config)
-    output = Path(arguments.output_dir)
-    check_output(output, config)
-
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.revision)
-    if tokenizer.pad_token is None:
-        tokenizer.pad_token = tokenizer.eos_token
-    with training.main_process_first(desc="reading the data"):
-        train, held_out = read_data(arguments, tokenizer)
+    run = prepare(config)
+    arguments, training, output = run.arguments, run.training, Path(run.arguments.output_dir)
 
     output.mkdir(parents=True, exist_ok=True)
     if training.process_index == 0:
         write_file(output / "finetune.yaml", yaml.safe_dump(config, sort_keys=True))
-    trainer = AttnResTrainer(
-        model=load_model(arguments, model_config, training),
-        args=training,
-        train_dataset=train,
-        eval_dataset=held_out,
-        data_collator=DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=data.IGNORED_LABEL),
-        processing_class=tokenizer,
-    )
-    if arguments.early_stopping_patience is not None:
-        trainer.add_callback(EarlyStoppingCallback(arguments.early_stopping_patience))
-    if "tensorboard" in training.report_to and model_config.model_type == "attnres":
-        trainer.add_callback(DepthMapCallback(torch.tensor(held_out[0]["input_ids"])[None]))
+    checkpoint = None if training.save_only_model else last_whole_checkpoint(output, training.world_size)
+    if checkpoint is not None:
+        # Its log has the loss of the start. Evaluated again, it would count as one without progress
+        training.eval_on_start = False
+    trainer = make_trainer(run, load_model(run))
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
-    trainer.train(resume_from_checkpoint=last_whole_checkpoint(output))
+    trainer.train(resume_from_checkpoint=checkpoint)
     if not any("eval_loss" in e and e["step"] == trainer.state.global_step for e in trainer.state.log_history):
         trainer.evaluate()
+    if training.load_best_model_at_end:  # the last evaluation may have been of another model
+        trainer.evaluate(metric_key_prefix="final")
 
     files = [output / "finetune.yaml", output / "history.json", output / "loss.png", output / "loss.svg"]
     if trainer.is_world_process_zero():
         write_file(output / "history.json", json.dumps(trainer.state.log_history, indent=1))
         histories = {arguments.mode: trainer.state.log_history}
         plot_curves(histories, output / "loss", title=f"Fine-tuning {Path(arguments.model).name}")
-    final = save_final(trainer, arguments, output)  # at last: it says that the run is finished
+    final = save_final(trainer, run, output)  # at last: it says that the run is finished
     return FinetuneResult(final, trainer.state.log_history, trainable, trainer.explain_queries(), files)
+
+
+def show_batch(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> Text:
+    """The first batch of a run and what is learned in it, without training; arguments and errors as for `finetune`."""
+    run = prepare(read_config(config, overrides))
+    return render_batch(first_batch(run), run.tokenizer)
+
+
+@dataclass(frozen=True)
+class Run:
+    """All that a run needs but the weights, read and checked."""
+
+    arguments: FinetuneArguments
+    training: AttnResTrainingArguments
+    model_config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    train: Dataset
+    held_out: Dataset
+    packed: bool
+
+
+def prepare(config: dict[str, Any]) -> Run:
+    """Read and check everything but the weights.
+
+    Raises:
+        ValueError: for fields, data or a model that do not fit.
+    """
+    arguments, training = split_config(config)
+    model_config = read_model_config(arguments)
+    check_run(arguments, training, model_config)
+    check_output(Path(arguments.output_dir), config)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.revision)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token
+    reason = cannot_pack(model_config)
+    packed = reason is None if arguments.packing is None else arguments.packing
+    if arguments.packing is None and reason is not None and training.process_index == 0:
+        print(f"Rows are not packed: {reason}.")
+    with training.main_process_first(desc="reading the data"):
+        train, held_out = read_data(arguments, tokenizer, packed, verbose=training.process_index == 0)
+    run = Run(arguments, training, model_config, tokenizer, train, held_out, packed)
+    first_batch(run)
+    return run
+
+
+def make_trainer(run: Run, model: torch.nn.Module, training: AttnResTrainingArguments | None = None) -> AttnResTrainer:
+    tokenizer = run.tokenizer
+    if run.packed:
+        collator = functools.partial(data.collate_packed, pad_token_id=tokenizer.pad_token_id or 0)
+    else:
+        collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=data.IGNORED_LABEL)
+    trainer = AttnResTrainer(
+        model=model,
+        args=training or run.training,
+        train_dataset=run.train,
+        eval_dataset=run.held_out,
+        data_collator=collator,
+        processing_class=tokenizer,
+    )
+    if run.arguments.early_stopping_patience is not None:
+        trainer.add_callback(EarlyStoppingCallback(run.arguments.early_stopping_patience))
+    if "tensorboard" in run.training.report_to and run.model_config.model_type == "attnres":
+        positions = run.held_out[0].get("position_ids", [])
+        first_document = run.held_out[0]["input_ids"][: positions.index(0, 1) if 0 in positions[1:] else None]
+        trainer.add_callback(DepthMapCallback(torch.tensor(first_document)[None]))
+    return trainer
+
+
+class Understudy(torch.nn.Module):
+    """Stands in for a model whose weights are not read yet: one parameter, and the arguments of `forward`."""
+
+    def __init__(self):
+        super().__init__()
+        self.weight = torch.nn.Parameter(torch.zeros(1))
+
+    def forward(self, input_ids, attention_mask=None, position_ids=None, labels=None):
+        return self.weight
+
+
+def first_batch(run: Run) -> dict[str, torch.Tensor]:
+    """The first batch, from the same Trainer with all its fields, its optimizer and scheduler, but without the model.
+
+    Raises:
+        ValueError: if the Trainer does not take the fields.
+    """
+    training = copy.copy(run.training)
+    training.push_to_hub = False  # it would make the repository
+    with tempfile.TemporaryDirectory() as training.output_dir:  # and a Trainer makes the folder
+        try:
+            trainer = make_trainer(run, Understudy(), training)
+            loader = trainer.get_train_dataloader()
+            trainer.create_optimizer_and_scheduler(trainer.set_initial_training_values(training, loader)[-1])
+            return next(iter(loader))
+        except Exception as error:  # of many kinds, and the way out is the same
+            message = f"{type(error).__name__}: {' '.join(str(error).split())}"
+            raise ValueError(f"transformers' Trainer does not take these fields: {message}") from error
 
 
 def check_output(output: Path, config: dict[str, Any]):
@@ -137,43 +232,61 @@ def check_output(output: Path, config: dict[str, Any]):
                 f"`output_dir: {output}` holds an unfinished run with another `{differing[0]}`:"
                 f" {before.get(differing[0])}, not {config.get(differing[0])}. Name another folder, or delete it."
             )
-    elif output.is_dir() and any(output.iterdir()):
+    elif output.is_dir() and any(path.name != ".finetune.yaml.unfinished" for path in output.iterdir()):
         raise ValueError(f"`output_dir: {output}` is not empty: name another folder.")
 
 
-def read_data(arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase) -> tuple[Dataset, Dataset]:
+def read_data(
+    arguments: FinetuneArguments, tokenizer: PreTrainedTokenizerBase, packed: bool, verbose: bool
+) -> tuple[Dataset, Dataset]:
     """Rows to train and to evaluate on.
 
     Raises:
         ValueError: if there are none, or they are not what is asked for.
     """
-    train = data.load(arguments.dataset, arguments.dataset_config, arguments.split)
+
+    def read(source: str, config: str | None, split: str) -> tuple[Dataset, str]:
+        rows = data.load(source, config, split)
+        documents = data.tokenize(rows, tokenizer, arguments.text_column)
+        if verbose and len(documents) < len(rows):
+            left_out = len(rows) - len(documents)
+            print(f"{left_out} of {len(rows)} rows of {source} are left out: there is nothing in them to learn.")
+        return documents, data.kind_of_rows(rows.column_names, arguments.text_column)
+
+    train, kind = read(arguments.dataset, arguments.dataset_config, arguments.split)
     if arguments.eval_dataset is not None:
-        held_out = data.load(arguments.eval_dataset, None, arguments.eval_split or "train")
+        held_out, held_out_kind = read(arguments.eval_dataset, None, arguments.eval_split or "train")
     elif arguments.eval_split is not None:
-        held_out = data.load(arguments.dataset, arguments.dataset_config, arguments.eval_split)
+        held_out, held_out_kind = read(arguments.dataset, arguments.dataset_config, arguments.eval_split)
     else:
-        every = max(2, round(1 / arguments.eval_fraction))
+        every, held_out_kind = max(2, round(1 / arguments.eval_fraction)), kind
         if len(train) < every:
             raise ValueError(
-                f"`{arguments.dataset}` has {len(train)} documents: too few to hold out `eval_fraction:"
-                f" {arguments.eval_fraction}` of them. Raise it, or name an `eval_dataset`."
+                f"`{arguments.dataset}` has {len(train)} documents with something to learn: too few to hold out"
+                f" `eval_fraction: {arguments.eval_fraction}` of them. Raise it, or name an `eval_dataset`."
             )
         held_out = train.select(range(0, len(train), every))
         train = train.select([i for i in range(len(train)) if i % every != 0])
-    shorten = data.pack if arguments.packing else data.truncate
-    rows = []
-    for name, part in (("dataset", train), ("eval_dataset", held_out)):
-        part = data.tokenize(part, tokenizer, arguments.text_column)
-        part = shorten(part, arguments.max_length)
-        if len(part) == 0:
-            raise ValueError(f"`{name}` does not fill one row of `max_length: {arguments.max_length}` tokens.")
-        rows.append(part)
-    return rows[0], rows[1]
+    make = functools.partial(make_rows, length=arguments.max_length, packed=packed, verbose=verbose)
+    return make(train, "dataset", kind), make(held_out, "eval_dataset", held_out_kind)
 
 
-def load_model(arguments: FinetuneArguments, config: PreTrainedConfig, training: AttnResTrainingArguments):
+def make_rows(documents: Dataset, name: str, kind: str, length: int, packed: bool, verbose: bool) -> Dataset:
+    """Rows of at most `length` tokens. Of text that is packed, nothing is lost; a chat or completion is cut off."""
+    if not packed or kind != "text":
+        num_cut = sum(len(ids) > length for ids in documents["input_ids"])
+        if verbose and num_cut > 0:
+            print(f"{num_cut} of {len(documents)} rows of `{name}` are cut off at `max_length: {length}` tokens.")
+        documents = data.truncate(documents, length)
+    rows = data.pack(documents, length) if packed and len(documents) > 0 else documents
+    if len(rows) == 0:
+        raise ValueError(f"`{name}` has nothing to learn within `max_length: {length}` tokens.")
+    return rows
+
+
+def load_model(run: Run) -> torch.nn.Module:
     """The model, with a new adapter where the mode asks for one."""
+    arguments, training = run.arguments, run.training
     set_seed(training.seed)
     kwargs: dict[str, Any] = {"dtype": arguments.dtype or ("float32" if arguments.mode == "full" else "auto")}
     if arguments.fsdp_size is not None:
@@ -186,19 +299,8 @@ def load_model(arguments: FinetuneArguments, config: PreTrainedConfig, training:
     if arguments.load_in_4bit:
         # Gradient checkpointing is the Trainer's, if it is asked for
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
-    if arguments.mode == "queries":
-        return get_peft_model(model, queries_config())
-    if arguments.mode == "lora":
-        adapter = lora_config(
-            r=arguments.lora_rank,
-            lora_alpha=arguments.lora_alpha,
-            lora_dropout=arguments.lora_dropout,
-            target_modules=arguments.lora_target_modules,
-        )
-        if config.model_type != "attnres":
-            adapter.modules_to_save = None
-        return get_peft_model(model, adapter)
-    return model
+    adapter = make_adapter(arguments, run.model_config)
+    return model if adapter is None else get_peft_model(model, adapter)
 
 
 def four_bits() -> BitsAndBytesConfig:
@@ -210,20 +312,21 @@ def four_bits() -> BitsAndBytesConfig:
     )
 
 
-def last_whole_checkpoint(output: Path) -> str | None:
-    """The last one with the file that the Trainer writes last: a kill may have left part of one."""
-    checkpoints = [path.parent for path in output.glob("checkpoint-*/trainer_state.json")]
-    newest_first = sorted(checkpoints, key=lambda path: int(path.name.split("-")[1]), reverse=True)
-    for path in newest_first:
+def last_whole_checkpoint(output: Path, num_processes: int) -> str | None:
+    """The last one with all that the Trainer writes: a kill may have left part of one."""
+    checkpoints = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
+    for path in checkpoints:
         try:
+            # Process 0 writes this file last, while the others may not have come to the states of their generators
             json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        except json.JSONDecodeError:
+        except (FileNotFoundError, json.JSONDecodeError):
             continue
-        return str(path)
+        if len(list(path.glob("rng_state*.pth"))) == num_processes:
+            return str(path)
     return None
 
 
-def save_final(trainer: AttnResTrainer, arguments: FinetuneArguments, output: Path) -> Path:
+def save_final(trainer: AttnResTrainer, run: Run, output: Path) -> Path:
     """Write the model or adapter beside, then rename."""
     final, unfinished = output / "final", output / ".final.unfinished"
     main = trainer.is_world_process_zero()
@@ -234,6 +337,7 @@ def save_final(trainer: AttnResTrainer, arguments: FinetuneArguments, output: Pa
     trainer.accelerator.wait_for_everyone()
     if main:
         (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle; finetune.yaml says the same
+        arguments = run.arguments
         if arguments.mode == "full" and trainer.model.config.model_type == "attnres":
             base = arguments.model if not Path(arguments.model).exists() else None
             write_model_card(unfinished, base_metadata={"base_model": base} if base else None)

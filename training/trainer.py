@@ -87,6 +87,20 @@ class AttnResTrainer(Trainer):
         finally:
             config.use_cache = in_training
 
+    def evaluate(self, *args, **kwargs) -> dict[str, float]:
+        with torch.random.fork_rng():  # a data loader draws from the generator that training goes on with
+            return super().evaluate(*args, **kwargs)
+
+    def _run_epoch(self, *args, resume_from_checkpoint: str | None = None, **kwargs):
+        # CODEPATH: resumed from the checkpoint of its last step, or of the one that stopped it early, transformers'
+        # Trainer would take another step before it looks
+        if resume_from_checkpoint is not None:
+            saved = self.state.stateful_callbacks.get("TrainerControl", {}).get("args", {})
+            if self.state.global_step >= self.state.max_steps or saved.get("should_training_stop"):
+                self.control.should_training_stop = True
+                return
+        super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if ("loss" in logs or "eval_loss" in logs) and self.initial_queries is not None:
             logs |= self.observe()
@@ -115,7 +129,7 @@ class AttnResTrainer(Trainer):
             with torch.random.fork_rng():  # a data loader draws from the generator that training goes on with
                 loader = self.get_train_dataloader() if self.eval_dataset is None else self.get_eval_dataloader()
                 batch = next(iter(loader))
-            self._observed = {k: batch[k][:2] for k in ("input_ids", "attention_mask") if k in batch}
+            self._observed = {k: batch[k][:2] for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
         batch = self._prepare_inputs(self._observed)
         training = self.model.training
         self.model.eval()
@@ -124,6 +138,8 @@ class AttnResTrainer(Trainer):
         self.model.train(training)
         norms = self.read_queries().norm(dim=-1)
         mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+        if "position_ids" in batch:  # packed: padding, and the first token of a document, are at position 0
+            mask &= batch["position_ids"] > 0
         entropies = {}
         for site, weights in enumerate(reads):
             if weights.shape[-1] > 1:
