@@ -380,12 +380,20 @@ def push(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an AttnRes checkpoint.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="user/name on the Hub.")],
     private: Annotated[bool, typer.Option("--private", help="Create the repository private.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be pushed, and what not.")] = False,
 ):
     """Put a checkpoint on the Hub, with the code that loads it where attnres is not installed."""
-    from .hub import push
+    from .hub import plan_push, push
 
-    commit = push(folder, repo_id, private=private)
-    console.print(f"Pushed to {commit.repo_url}, commit {commit.oid}", highlight=False)
+    plan = plan_push(folder, repo_id)
+    if dry_run:
+        for name in sorted(plan.files):
+            console.print(f"Would push {name}, {plan.num_bytes(name):,} bytes", highlight=False, markup=False)
+    for name in plan.left_out:
+        console.print(f"Left out {name}: it is not part of a checkpoint", highlight=False, markup=False)
+    if not dry_run:
+        commit = push(folder, repo_id, private=private)
+        console.print(f"Pushed to {commit.repo_url}, commit {commit.oid}", highlight=False)
 
 
 def show(report: "ConversionReport", destination: Path):
