@@ -16,7 +16,7 @@
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -31,7 +31,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Attention Residuals for transformers.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -48,8 +47,20 @@ OPTIONAL_MODULES = {
 }
 
 
+def show_version(wanted: bool):
+    if wanted:
+        from . import __version__
+
+        print(f"attnres {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def attnres():
+def attnres(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+):
     """Attention Residuals for transformers."""
 
 
@@ -82,16 +93,21 @@ Device = Annotated[str, typer.Option(help="Where to run the models: auto, cpu, c
 def convert(
     source: Source,
     destination: Destination,
-    block_size: Annotated[int | None, typer.Option(help="Sublayers per block; a layer has two.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="Number of blocks. [default: 8]")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Sublayers per block; a layer has two.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="Number of blocks. [default: 8]")] = None,
     full: Annotated[bool, typer.Option("--full", help="Full AttnRes: every sublayer is a block.")] = False,
     revision: Revision = None,
     link: Link = False,
+    self_contained: Annotated[
+        bool, typer.Option("--self-contained", help="Put the model code into the folder, see the last line.")
+    ] = False,
     no_verify: NoVerify = False,
     verify_text: VerifyText = None,
     device: Device = "auto",
 ):
     """Turn a PreNorm checkpoint into an AttnRes one that computes the same, or change the blocks of one."""
+    if (block_size is not None) + (num_blocks is not None) + full > 1:
+        raise typer.BadParameter("--block-size, --num-blocks and --full contradict: give one of them.")
     from .conversion import convert
 
     report = convert(
@@ -102,11 +118,17 @@ def convert(
         full=full,
         revision=revision,
         link=link,
+        self_contained=self_contained,
         verify=not no_verify,
         verify_text=verify_text,
         device=device,
     )
     show(report, destination)
+    if (destination / "modeling_attnres.py").exists():
+        hint = "The model code is in the folder: programs without attnres, such as vLLM, need --trust-remote-code."
+    else:
+        hint = "`import attnres` before loading it. For programs that do not, such as vLLM: convert --self-contained."
+    console.print(hint, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -143,7 +165,7 @@ def verify(
     first: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a folder or a Hub id.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Checkpoint: a folder or a Hub id.")],
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to compare on, in place of the built-in one.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="How much of the text to use.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to use.")] = 512,
     device: Device = "auto",
 ):
     """Tell whether two checkpoints are the same function, up to rounding. Exit code 1 if not."""
@@ -167,7 +189,7 @@ def import_(source: Source, destination: Destination, revision: Revision = None)
 def export(
     source: Source,
     destination: Destination,
-    naming: Annotated[str, typer.Option("--to", help="kimi or fla.")],
+    naming: Annotated[Literal["kimi", "fla"], typer.Option("--to", help="Whose naming.")],
     force: Annotated[bool, typer.Option("--force", help="Also where epsilons cannot be expressed there.")] = False,
     revision: Revision = None,
 ):
@@ -249,7 +271,7 @@ def finetune(
     for field in fields or []:
         name, equals, value = field.partition("=")
         if not equals:
-            raise ValueError(f"`{field}` is not of the form field=value.")
+            raise typer.BadParameter(f"`{field}` is not of the form field=value.")
         overrides[name] = yaml.safe_load(value)
     result = finetune(config, overrides)
     if os.environ.get("RANK", "0") != "0":  # of several processes the first one tells
@@ -335,17 +357,23 @@ def bench(
     """Measure AttnRes models against their PreNorm twin, alternating in one process."""
     from .benchmarks.twin import bench
 
-    bench(
-        output,
-        shape=shape,
-        variants=tuple(variants.split(",")),
-        cases=tuple(cases.split(",")),
-        layers=layers,
-        pairs=pairs,
-        dtype=dtype,
-        device=device,
-        compiled=compiled,
-    )
+    try:
+        bench(
+            output,
+            shape=shape,
+            variants=tuple(variants.split(",")),
+            cases=tuple(cases.split(",")),
+            layers=layers,
+            pairs=pairs,
+            dtype=dtype,
+            device=device,
+            compiled=compiled,
+        )
+    except KeyboardInterrupt:
+        partial = output / "bench.partial.json"
+        if partial.exists():
+            console.print(f"What was measured is in {partial}; the same command goes on from there.", highlight=False)
+        raise
     console.print(Markdown((output / "bench.md").read_text()))
     console.print(f"Wrote {output}/bench.json, bench.md, bench.png, bench.svg", highlight=False)
 
@@ -402,7 +430,10 @@ def show(report: "ConversionReport", destination: Path):
 
 
 def main():
-    """Run the program; what the user can mend is one line and exit code 1, anything else a traceback."""
+    """Run the program; what the user can mend is one line and exit code 1, anything else a traceback.
+
+    `__main__.py`, which calls it, is for interruptions.
+    """
     try:
         app()
     except ModuleNotFoundError as error:
@@ -420,4 +451,6 @@ def fail(message: str):
 
 
 if __name__ == "__main__":
-    main()
+    from attnres.__main__ import main as main_quiet_when_interrupted
+
+    main_quiet_when_interrupted()

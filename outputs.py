@@ -25,8 +25,11 @@ def write_file(path: Path, content: str | bytes):
     """Write a file, text as UTF-8, in place of what may be there; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
     unfinished = path.with_name(f".{path.name}.unfinished")
-    unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-    unfinished.replace(path)
+    try:
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
+        unfinished.replace(path)
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 def write_figure(figure: "Figure", stem: Path) -> list[Path]:
@@ -35,7 +38,10 @@ def write_figure(figure: "Figure", stem: Path) -> list[Path]:
     for suffix, metadata in ((".png", None), (".svg", {"Date": None})):
         path = stem.with_name(stem.name + suffix)
         unfinished = path.with_name(f".{path.name}.unfinished")
-        figure.savefig(unfinished, format=suffix[1:], dpi=150, metadata=metadata, bbox_inches="tight")
-        unfinished.replace(path)
+        try:
+            figure.savefig(unfinished, format=suffix[1:], dpi=150, metadata=metadata, bbox_inches="tight")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
         paths.append(path)
     return paths

@@ -30,7 +30,8 @@ from transformers.activations import ACT2FN
 from .. import __version__
 from ..configuration_attnres import AttnResConfig, check_base_model_type
 from ..configuration_attnres import _rename_architectures as rename_architectures
-from ..model_cards import PIPELINE_TAGS, inherited_metadata, write_model_card
+from ..model_cards import CODE_FILES, PIPELINE_TAGS, code_files, inherited_metadata, write_model_card
+from ..modeling_attnres import REMOTE_CODE_AUTO_MAP
 from .checkpoint import (
     QUERY_NAMES,
     REPORT_NAMES,
@@ -120,6 +121,7 @@ def convert(
     full: bool = False,
     revision: str | None = None,
     link: bool = False,
+    self_contained: bool = False,
     verify: bool = True,
     verify_text: str | Path | None = None,
     device: str = "auto",
@@ -138,6 +140,8 @@ def convert(
         full: Full AttnRes, the same as `block_size=1`.
         revision: branch, tag or commit of a Hub id.
         link: hard links in place of copies of the weight files, on one disk.
+        self_contained: put the model code into the folder, for programs that do not import this package; they load it
+            with `trust_remote_code=True`. Of a checkpoint that carries the code it stays so.
         verify: run both and compare; without, only names, shapes and files are checked.
         verify_text: file with the text to compare on, in place of the built-in one.
         device: where to run them, what `from_pretrained` takes as `device_map`.
@@ -181,6 +185,8 @@ def convert(
         shape = (config.num_sites, config.hidden_size)
         query, key_norm = (checkpoint.prefix + name for name in QUERY_NAMES)
         added = {query: torch.zeros(shape), key_norm: torch.ones(shape)}
+    if self_contained:
+        config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
     return write_checkpoint(
         operation,
         checkpoint,
@@ -370,6 +376,9 @@ def write_checkpoint(
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         else:
             config.save_pretrained(folder)
+        if isinstance(config, AttnResConfig) and getattr(config, "auto_map", None):
+            for name, content in code_files().items():
+                (folder / name).write_bytes(content)
         write_weights(source, folder, add=add, rename=rename, link=link)
         if not isinstance(config, dict):
             notes = [*notes, *keep_tokenizer(source, folder)]
@@ -425,7 +434,8 @@ def is_attnres(checkpoint: Checkpoint) -> bool:
 def cards_to_keep(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[str, str | None]:
     """Where the source's cards and reports go, `None` for nowhere.
 
-    A base's card steps aside for that of the conversion, and comes back with the base. Depth maps are of the source.
+    A base's card steps aside for that of the conversion, and comes back with the base. Depth maps are of the source,
+    model code of an AttnRes checkpoint.
     """
     maps = (name for name in source.companions if name.startswith("depth/") and is_attnres(source))
     names: dict[str, str | None] = dict.fromkeys(("README.md", BASE_CARD_NAME, *REPORT_NAMES, *maps))
@@ -433,7 +443,7 @@ def cards_to_keep(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[s
         if not is_attnres(source):
             return names | {"README.md": BASE_CARD_NAME}
         return names | {"README.md": "README.md", BASE_CARD_NAME: BASE_CARD_NAME}
-    return names | {BASE_CARD_NAME: "README.md"}
+    return names | {BASE_CARD_NAME: "README.md", **dict.fromkeys(CODE_FILES)}
 
 
 def keep_tokenizer(source: Checkpoint, folder: Path) -> list[str]:

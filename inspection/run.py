@@ -14,6 +14,7 @@
 """One inspection: everything is checked, models are measured one after the other, then all is drawn and written."""
 
 import json
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -23,11 +24,12 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..configuration_attnres import AttnResConfig
+from ..conversion.checkpoint import read_config_dict
 from ..conversion.parity import read_sample
 from ..depth_attention import num_sources
 from ..outputs import write_file
 from .effects import ablate, gradient_rms
-from .measure import check_is_attnres, measure, read_excerpt
+from .measure import DepthStatistics, check_is_attnres, measure, read_excerpt
 from .text import pieces, read_windows, tokens_of_dataset, tokens_of_text
 
 
@@ -75,9 +77,6 @@ def inspect(
     Raises:
         ValueError: for what is not there, does not go together or is no AttnRes checkpoint, before a model is loaded.
     """
-    from .figures import draw
-    from .page import write_page
-
     if not 1 <= len(models) <= 2:
         raise ValueError(f"One checkpoint can be inspected, or two compared; these are {len(models)}.")
     given = [kind for kind, value in (("text", text), ("file", file), ("dataset", dataset)) if value is not None]
@@ -140,16 +139,27 @@ def inspect(
         statistics.append(measured)
         del model  # before the next one is loaded
     results = {"schema": SCHEMA, "models": [asdict(of_model) for of_model in statistics]}
-    output = Path(output)
-    write_file(output / "depth.json", json.dumps(results) + "\n")
-    draw(statistics, output)
-    write_page(results, output / "index.html")
+    write_all(results, statistics, Path(output))
     return results
 
 
+def write_all(results: dict[str, Any], statistics: list[DepthStatistics], output: Path):
+    """Write the figures, the pictures and the page, which take their places together when all are finished."""
+    from .figures import draw
+    from .page import write_page
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as unfinished:
+        write_file(Path(unfinished) / "depth.json", json.dumps(results) + "\n")
+        draw(statistics, Path(unfinished))
+        write_page(results, Path(unfinished) / "index.html")
+        output.mkdir(exist_ok=True)
+        for path in Path(unfinished).iterdir():
+            path.replace(output / path.name)
+
+
 def _config(path: str) -> PreTrainedConfig:
-    if path.startswith((".", "/", "~")) and not Path(path).is_dir():
-        raise ValueError(f"There is no folder `{path}`.")
+    read_config_dict(path)  # tells at once what is wrong with it
     return AutoConfig.from_pretrained(path)
 
 

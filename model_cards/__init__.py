@@ -31,6 +31,7 @@ from yaml import YAMLError
 
 from .. import __version__
 from ..configuration_attnres import AttnResConfig
+from ..outputs import write_file
 
 
 if TYPE_CHECKING:
@@ -140,7 +141,7 @@ def write_model_card(
                 shutil.copyfile(Path(evaluation) / name, Path(folder) / "evaluation" / name)
     card = model_card(folder, base_metadata=base_metadata, repo_id=repo_id)
     path = Path(folder) / "README.md"
-    card.save(path)
+    write_file(path, str(card))
     return path
 
 
