@@ -17,7 +17,7 @@ import os
 import shlex
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 from rich.console import Console
@@ -32,7 +32,6 @@ if TYPE_CHECKING:
 app = typer.Typer(
     help="Attention Residuals for transformers.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
 )
 
@@ -50,8 +49,20 @@ OPTIONAL_MODULES = {
 }
 
 
+def show_version(wanted: bool):
+    if wanted:
+        from . import __version__
+
+        print(f"attnres {__version__}")
+        raise typer.Exit
+
+
 @app.callback()
-def attnres():
+def attnres(
+    version: Annotated[
+        bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
+):
     """Attention Residuals for transformers."""
 
 
@@ -84,16 +95,21 @@ Device = Annotated[str, typer.Option(help="Where to run the models: auto, cpu, c
 def convert(
     source: Source,
     destination: Destination,
-    block_size: Annotated[int | None, typer.Option(help="Sublayers per block; a layer has two.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(help="Number of blocks. [default: 8]")] = None,
+    block_size: Annotated[int | None, typer.Option(min=1, help="Sublayers per block; a layer has two.")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="Number of blocks. [default: 8]")] = None,
     full: Annotated[bool, typer.Option("--full", help="Full AttnRes: every sublayer is a block.")] = False,
     revision: Revision = None,
     link: Link = False,
+    self_contained: Annotated[
+        bool, typer.Option("--self-contained", help="Put the model code into the folder, see the last line.")
+    ] = False,
     no_verify: NoVerify = False,
     verify_text: VerifyText = None,
     device: Device = "auto",
 ):
     """Turn a PreNorm checkpoint into an AttnRes one that computes the same, or change the blocks of one."""
+    if (block_size is not None) + (num_blocks is not None) + full > 1:
+        raise typer.BadParameter("--block-size, --num-blocks and --full contradict: give one of them.")
     from .conversion import convert
 
     report = convert(
@@ -104,11 +120,17 @@ def convert(
         full=full,
         revision=revision,
         link=link,
+        self_contained=self_contained,
         verify=not no_verify,
         verify_text=verify_text,
         device=device,
     )
     show(report, destination)
+    if (destination / "modeling_attnres.py").exists():
+        hint = "The model code is in the folder: programs without attnres, such as vLLM, need --trust-remote-code."
+    else:
+        hint = "`import attnres` before loading it. For programs that do not, such as vLLM: convert --self-contained."
+    console.print(hint, highlight=False, soft_wrap=True)
 
 
 @app.command()
@@ -145,7 +167,7 @@ def verify(
     first: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a folder or a Hub id.")],
     second: Annotated[str, typer.Argument(metavar="B", help="Checkpoint: a folder or a Hub id.")],
     text: Annotated[Path | None, typer.Option(help="UTF-8 text to compare on, in place of the built-in one.")] = None,
-    max_tokens: Annotated[int, typer.Option(help="How much of the text to use.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to use.")] = 512,
     device: Device = "auto",
 ):
     """Tell whether two checkpoints are the same function, up to rounding. Exit code 1 if not."""
@@ -169,7 +191,7 @@ def import_(source: Source, destination: Destination, revision: Revision = None)
 def export(
     source: Source,
     destination: Destination,
-    naming: Annotated[str, typer.Option("--to", help="kimi or fla.")],
+    naming: Annotated[Literal["kimi", "fla"], typer.Option("--to", help="Whose naming.")],
     force: Annotated[bool, typer.Option("--force", help="Also where epsilons cannot be expressed there.")] = False,
     revision: Revision = None,
 ):
@@ -282,7 +304,7 @@ def _finetune(config: Path, fields: list[str] | None, show_batch: bool):
     for field in fields or []:
         name, equals, value = field.partition("=")
         if not equals:
-            raise ValueError(f"`{field}` is not of the form field=value.")
+            raise typer.BadParameter(f"`{field}` is not of the form field=value.")
         overrides[name] = yaml.safe_load(value)
     is_first = os.environ.get("RANK", "0") == "0"  # of several processes the first one tells
     if show_batch:
@@ -374,17 +396,23 @@ def bench(
     """Measure AttnRes models against their PreNorm twin, alternating in one process."""
     from .benchmarks.twin import bench
 
-    bench(
-        output,
-        shape=shape,
-        variants=tuple(variants.split(",")),
-        cases=tuple(cases.split(",")),
-        layers=layers,
-        pairs=pairs,
-        dtype=dtype,
-        device=device,
-        compiled=compiled,
-    )
+    try:
+        bench(
+            output,
+            shape=shape,
+            variants=tuple(variants.split(",")),
+            cases=tuple(cases.split(",")),
+            layers=layers,
+            pairs=pairs,
+            dtype=dtype,
+            device=device,
+            compiled=compiled,
+        )
+    except KeyboardInterrupt:
+        partial = output / "bench.partial.json"
+        if partial.exists():
+            console.print(f"What was measured is in {partial}; the same command goes on from there.", highlight=False)
+        raise
     console.print(Markdown((output / "bench.md").read_text()))
     console.print(f"Wrote {output}/bench.json, bench.md, bench.png, bench.svg", highlight=False)
 
@@ -419,12 +447,20 @@ def push(
     folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an AttnRes checkpoint.")],
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="user/name on the Hub.")],
     private: Annotated[bool, typer.Option("--private", help="Create the repository private.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be pushed, and what not.")] = False,
 ):
     """Put a checkpoint on the Hub, with the code that loads it where attnres is not installed."""
-    from .hub import push
+    from .hub import plan_push, push
 
-    commit = push(folder, repo_id, private=private)
-    console.print(f"Pushed to {commit.repo_url}, commit {commit.oid}", highlight=False)
+    plan = plan_push(folder, repo_id)
+    if dry_run:
+        for name in sorted(plan.files):
+            console.print(f"Would push {name}, {plan.num_bytes(name):,} bytes", highlight=False, markup=False)
+    for name in plan.left_out:
+        console.print(f"Left out {name}: it is not part of a checkpoint", highlight=False, markup=False)
+    if not dry_run:
+        commit = push(folder, repo_id, private=private)
+        console.print(f"Pushed to {commit.repo_url}, commit {commit.oid}", highlight=False)
 
 
 def show(report: "ConversionReport", destination: Path):
@@ -433,7 +469,10 @@ def show(report: "ConversionReport", destination: Path):
 
 
 def main():
-    """Run the program; what the user can mend is one line and exit code 1, anything else a traceback."""
+    """Run the program; what the user can mend is one line and exit code 1, anything else a traceback.
+
+    `__main__.py`, which calls it, is for interruptions.
+    """
     try:
         app()
     except ModuleNotFoundError as error:
@@ -451,4 +490,6 @@ def fail(message: str, code: int = 1):
 
 
 if __name__ == "__main__":
-    main()
+    from attnres.__main__ import main as main_quiet_when_interrupted
+
+    main_quiet_when_interrupted()

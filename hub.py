@@ -14,6 +14,8 @@
 """`attnres push`: a checkpoint onto the Hub, with the code that loads it where this package is not installed."""
 
 import json
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 from huggingface_hub import CommitInfo, CommitOperationAdd, HfApi, ModelCard
@@ -21,17 +23,55 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from .configuration_attnres import AttnResConfig
-from .conversion.checkpoint import INDEX_NAME, Checkpoint, open_checkpoint
-from .model_cards import code_files, code_metadata, model_card
+from .conversion.checkpoint import COMPANIONS, INDEX_NAME, Checkpoint, HTTPError, open_checkpoint, refuse_links_out
+from .model_cards import code_files, code_metadata, model_card, read_metadata
 from .modeling_attnres import REMOTE_CODE_AUTO_MAP
 
 
-# That of httpx or httpx2, whichever huggingface_hub stands on
-HTTPError = HfHubHTTPError.__bases__[0]
+@dataclass(frozen=True)
+class Push:
+    """What `push` would upload.
+
+    Args:
+        files: by name in the repository: contents that are made for it, and paths of files that go as they are.
+        left_out: what lies in the folder and is not part of a checkpoint, folders with a slash at the end.
+    """
+
+    title: str
+    files: Mapping[str, bytes | Path]
+    left_out: tuple[str, ...]
+
+    def num_bytes(self, name: str) -> int:
+        content = self.files[name]
+        return len(content) if isinstance(content, bytes) else content.stat().st_size
+
+
+def plan_push(folder: str | Path, repo_id: str) -> Push:
+    """Look what `push` would upload, without a word to the Hub. Arguments and errors as there."""
+    validate_repo_id(repo_id)
+    if not Path(folder).is_dir():
+        raise OSError(f"There is no folder `{folder}`.")
+    checkpoint = open_checkpoint(folder)
+    if not isinstance(checkpoint.config, AttnResConfig):
+        raise ValueError(
+            f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one:"
+            f" `attnres convert` makes one, `hf upload {repo_id} {folder}` uploads it as it is."
+        )
+    own = {"config.json", *checkpoint.shards, *checkpoint.companions}
+    if (checkpoint.folder / INDEX_NAME).exists():
+        own.add(INDEX_NAME)
+    refuse_links_out(checkpoint, sorted(own | COMPANIONS.keys()))
+    config = {**checkpoint.config_dict, "auto_map": REMOTE_CODE_AUTO_MAP}
+    files = {name: checkpoint.folder / name for name in sorted(own)} | {
+        "config.json": json.dumps(config, indent=2).encode() + b"\n",
+        "README.md": str(card_for(checkpoint, repo_id)).encode(),
+        **code_files(),
+    }
+    return Push(checkpoint.title, files, checkpoint.left_behind)
 
 
 def push(folder: str | Path, repo_id: str, *, private: bool = False, token: str | None = None) -> CommitInfo:
-    """Upload an AttnRes checkpoint, its tokenizer, card and code in one commit.
+    """Upload an AttnRes checkpoint, its tokenizer, card and code in one commit, and nothing else that lies there.
 
     Files that the repository has already are not sent again. The version of the code is in the card's metadata and in
     the message of the commit.
@@ -43,29 +83,11 @@ def push(folder: str | Path, repo_id: str, *, private: bool = False, token: str 
         token: access token; by default that of `hf auth login`.
 
     Raises:
-        ValueError: if the folder does not hold a whole AttnRes checkpoint.
+        ValueError: if the folder does not hold a whole AttnRes checkpoint, or a file of it is a link out of it.
         OSError: if the Hub refuses or cannot be reached.
     """
-    validate_repo_id(repo_id)
-    if not Path(folder).is_dir():
-        raise OSError(f"There is no folder `{folder}`.")
-    checkpoint = open_checkpoint(folder)
-    if not isinstance(checkpoint.config, AttnResConfig):
-        raise ValueError(
-            f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one:"
-            f" `attnres convert` makes one, `hf upload {repo_id} {folder}` uploads it as it is."
-        )
-    config = {**checkpoint.config_dict, "auto_map": REMOTE_CODE_AUTO_MAP}
-    contents = {
-        "config.json": json.dumps(config, indent=2).encode() + b"\n",
-        "README.md": str(card_for(checkpoint, repo_id)).encode(),
-        **code_files(),
-    }
-    files = {*checkpoint.shards, *checkpoint.companions} - contents.keys()
-    if (checkpoint.folder / INDEX_NAME).exists():
-        files.add(INDEX_NAME)
-    operations = [CommitOperationAdd(name, content) for name, content in contents.items()]
-    operations += [CommitOperationAdd(name, checkpoint.folder / name) for name in sorted(files)]
+    plan = plan_push(folder, repo_id)
+    operations = [CommitOperationAdd(name, content) for name, content in plan.files.items()]
     api = HfApi(token=token)
     version = code_metadata()
     try:
@@ -73,7 +95,7 @@ def push(folder: str | Path, repo_id: str, *, private: bool = False, token: str 
         return api.create_commit(
             repo_id,
             operations,
-            commit_message=f"Upload {checkpoint.title} with the code of attnres {version['attnres_version']}",
+            commit_message=f"Upload {plan.title} with the code of attnres {version['attnres_version']}",
             commit_description=f"SHA-256 of the code files: {version['attnres_code_sha256']}",
         )
     except HfHubHTTPError as error:
@@ -86,6 +108,7 @@ def card_for(checkpoint: Checkpoint, repo_id: str) -> ModelCard:
     """The checkpoint's card with examples that name the repository; one that somebody has edited keeps its text."""
     path = checkpoint.folder / "README.md"
     if path.exists():
+        read_metadata(path)  # which says what is wrong with it
         card = ModelCard.load(path)
         if card.text != model_card(checkpoint.folder).text:
             for name, value in code_metadata().items():

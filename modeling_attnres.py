@@ -461,14 +461,24 @@ class AttnResPreTrainedModel(PreTrainedModel):
         _CONVERSION_MAPPING.active.base_names = (causal_lm_class.__name__, config.base_model_type)
 
     def save_pretrained(self, *args, **kwargs):
+        """As in transformers. A model from a folder that carries its code is saved with the code."""
         self.use_base_conversion_mapping(self.config)
-        if self.is_remote_code():  # transformers would list the class that is saved and no other
-            self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
         # A merged adapter leaves what its own file says of its blocks; the config of a model says that
         self._keys_to_ignore_on_save |= {
             name for name, _ in self.named_buffers() if name.endswith("depth_queries.trained_block_size")
         }
-        return super().save_pretrained(*args, **kwargs)
+        model_class = type(self)
+        if not model_class.is_remote_code() and not getattr(self.config, "auto_map", None):
+            return super().save_pretrained(*args, **kwargs)
+        auto_classes = {reference.split(".")[-1]: name for name, reference in REMOTE_CODE_AUTO_MAP.items()}
+        auto_class = model_class._auto_class
+        # transformers would list the class that is saved and no other
+        self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+        model_class._auto_class = auto_classes.get(model_class.__name__, auto_class)
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            model_class._auto_class = auto_class
 
     def push_to_hub(self, repo_id: str, **kwargs) -> str:
         """As in transformers. The code goes along, so that the model loads where `attnres` is not installed."""
@@ -481,13 +491,12 @@ class AttnResPreTrainedModel(PreTrainedModel):
             push_card_if_missing(self, repo_id, private=kwargs.get("private"), token=kwargs.get("token"))
         except ImportError:
             pass
-        auto_classes = {reference.split(".")[-1]: name for name, reference in REMOTE_CODE_AUTO_MAP.items()}
-        model_class._auto_class = auto_classes[model_class.__name__]
+        auto_map = self.config.auto_map
+        self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
         try:
             return super().push_to_hub(repo_id, **kwargs)
         finally:
-            model_class._auto_class = None
-            self.config.auto_map = {}
+            self.config.auto_map = auto_map or {}
 
     def load_adapter(self, *args, **kwargs):
         self.use_base_conversion_mapping(self.config)

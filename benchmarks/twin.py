@@ -315,6 +315,9 @@ def bench(
 ) -> dict[str, Any]:
     """Measure, and write `bench.json`, `bench.md` and a plot into a folder.
 
+    What is measured is kept case by case in `bench.partial.json`: interrupted, the same run goes on from there, with
+    the same code on the same machine.
+
     Args:
         shape: one of `SHAPES`.
         variants: numbers of blocks, or `full`.
@@ -342,35 +345,68 @@ def bench(
         config = type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
     models = make_models(config, list(variants), getattr(torch, dtype), device)
     shared = torch.optim.AdamW(models[TWIN].parameters(), lr=1e-5)
-    peaks = {}
+    settings = {"shape": shape, "layers": config.num_hidden_layers, "dtype": dtype, "pairs": pairs}
+    partial = Partial(output, {**settings, "variants": list(variants)}, machine(device))
     for text, case in parsed.items():
-        for name, model in track(models.items(), description=f"{text}, peak memory"):
-            peaks[text, name] = peak_bytes(work(case, model, shared, device, compiled=False), device)
+        if not partial.has("peaks", case=text):
+            calls = track(models.items(), description=f"{text}, peak memory")
+            peaks = {
+                name: peak_bytes(work(case, model, shared, device, compiled=False), device) for name, model in calls
+            }
+            partial.add("peaks", [{"case": text, "model": name, "bytes": size} for name, size in peaks.items()])
     keep_freed_memory()
-    records = []
     for text, case in parsed.items():
         for mode in ("eager", "compiled") if compiled else ("eager",):
+            if partial.has("time", case=text, mode=mode):
+                continue
             torch._dynamo.reset()
             calls = [work(case, model, shared, device, mode == "compiled") for model in models.values()]
             seconds = alternate(calls, pairs, f"{text}, {mode}", device)
-            for i, name in enumerate(models):
-                record = _record(text, mode, name, seconds[:, i], seconds[:, 0])
-                records.append({**record, "tokens_per_second": case.tokens / record["fastest_seconds"]})
-    memory = []
+            records = [_record(text, mode, name, seconds[:, i], seconds[:, 0]) for i, name in enumerate(models)]
+            partial.add("time", [{**r, "tokens_per_second": case.tokens / r["fastest_seconds"]} for r in records])
     longest = max((case.length for case in parsed.values() if case.kind == "train"), default=None)
-    if longest is not None:
-        for checkpointing in (False, True):
+    for checkpointing in (False, True) if longest is not None else ():
+        if not partial.has("activations", checkpointing=checkpointing, length=longest):
             sizes = {name: activation_bytes(model, longest, checkpointing) for name, model in models.items()}
-            for name, size in sizes.items():
-                memory.append(
-                    {"model": name, "checkpointing": checkpointing, "bytes": size, "ratio": size / sizes[TWIN]}
-                )
-    settings = {"shape": shape, "layers": config.num_hidden_layers, "dtype": dtype, "pairs": pairs}
-    results = {"settings": settings, "machine": machine(device), "time": records, "activations": memory}
-    results["peaks"] = [{"case": case, "model": name, "bytes": size} for (case, name), size in peaks.items()]
+            kind = {"checkpointing": checkpointing, "length": longest}
+            rows = [{"model": k, **kind, "bytes": size, "ratio": size / sizes[TWIN]} for k, size in sizes.items()]
+            partial.add("activations", rows)
+    results = {"settings": settings, "machine": partial.machine}
+    results |= partial.chosen(list(parsed), ("eager", "compiled") if compiled else ("eager",), longest)
     write_file(output / "bench.json", json.dumps(results, indent=1) + "\n")
     report(output)
+    partial.path.unlink()
     return results
+
+
+class Partial:
+    """What an unfinished run has measured, in a file that is written with every case."""
+
+    def __init__(self, output: Path, settings: dict[str, Any], machine: dict[str, Any]):
+        self.path = output / "bench.partial.json"
+        self.settings, self.machine = settings, machine
+        self.measured = {"peaks": [], "time": [], "activations": []}
+        found = json.loads(self.path.read_text()) if self.path.exists() else {}
+        # of another day is the same; of another commit or processor is not
+        if found.get("settings") == settings and found["machine"] | {"date": None} == machine | {"date": None}:
+            self.measured = found["measured"]
+
+    def has(self, kind: str, **fields) -> bool:
+        return any(fields.items() <= record.items() for record in self.measured[kind])
+
+    def add(self, kind: str, records: list[dict[str, Any]]):
+        self.measured[kind] += records
+        content = {"settings": self.settings, "machine": self.machine, "measured": self.measured}
+        write_file(self.path, json.dumps(content, indent=1) + "\n")
+
+    def chosen(self, cases: list[str], modes: tuple[str, ...], longest: int | None) -> dict[str, list[dict[str, Any]]]:
+        """The records of this run: the one before may have had other cases as well."""
+        of_cases = {kind: [r for r in self.measured[kind] if r["case"] in cases] for kind in ("time", "peaks")}
+        return {
+            "time": [record for record in of_cases["time"] if record["mode"] in modes],
+            "activations": [record for record in self.measured["activations"] if record["length"] == longest],
+            "peaks": of_cases["peaks"],
+        }
 
 
 def _record(case: str, mode: str, model: str, seconds: torch.Tensor, twin: torch.Tensor) -> dict[str, Any]:

@@ -14,28 +14,30 @@
 """Checkpoint folders: checked before they are used, and written whole or not at all."""
 
 import contextlib
+import fnmatch
 import functools
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
-from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
+    HfHubHTTPError,
     HFValidationError,
     LocalEntryNotFoundError,
     RepositoryNotFoundError,
     RevisionNotFoundError,
     StrictDataclassError,
 )
-from huggingface_hub.utils import tqdm
+from huggingface_hub.utils import get_session, tqdm
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
@@ -49,14 +51,41 @@ OTHER_WEIGHTS = {
     *(".safetensors", ".gguf", ".ggml", ".onnx", ".onnx_data"),
 }
 QUERY_NAMES = ("depth_queries.query", "depth_queries.key_norm")
+PICTURES = ("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp")
+# What a checkpoint is made of beside its config and weights, by folder; nothing else is copied or uploaded, as it may
+# be anything: keys, logs, notes, states of an optimizer
+COMPANIONS = {
+    "": (
+        *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+        *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json"),
+        *("tokenizer.model.v*", "chat_template.jinja", "chat_template.json", "params.json", "configuration.json"),
+        *("preprocessor_config.json", "processor_config.json", "recipe.yaml", "quant*_config.json"),
+        *("hf_quant_config.json", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+        *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "depth_attention.py"),
+        *("README*.md", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*", "CITATION*", *REPORT_NAMES),
+        ".gitattributes",
+    ),
+    "additional_chat_templates": ("*.jinja",),
+    "1_Pooling": ("config.json",),
+    "assets": PICTURES,
+    "figures": PICTURES,
+    "images": PICTURES,
+    "depth": PICTURES,  # the page and the JSON quote the text that was read
+    "evaluation": ("table.md", "differences.png"),
+}
+# Of the first request to the Hub, after which it is taken to be out of reach: the client itself tries six times
+HUB_TIMEOUT = 5
+# That of httpx or httpx2, whichever huggingface_hub stands on
+HTTPError = HfHubHTTPError.__bases__[0]
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with a config, safetensors weights that are whole, and whatever else came with them.
+    """A folder with a config, safetensors weights that are whole, and what else belongs to a checkpoint.
 
     `name` is what the user called it, `commit` the revision it has on the Hub, `weight_map` the file of every tensor
-    and `companions` the other files, relative to the folder, weights in other formats left out (`left_behind`).
+    and `companions` the other files that belong to it, relative to the folder. All others are in `left_behind`:
+    weights in other formats, and whatever `COMPANIONS` does not name, whole folders where nothing in them does.
     """
 
     name: str
@@ -89,7 +118,7 @@ class Checkpoint:
     @property
     def has_lm_head(self) -> bool:
         """Whether it is a causal LM's; of other checkpoints the trunk is looked at."""
-        architectures = self.config_dict.get("architectures") or ["ForCausalLM"]
+        architectures = self.config_dict.get("architectures") or ["ForCausalLM"]  # a list, see `read_config_dict`
         return bool(self.prefix) and architectures[0].endswith("ForCausalLM")
 
     @property
@@ -124,7 +153,11 @@ def read_config_dict(source: str | Path, revision: str | None = None) -> dict:
     folder = _local_folder(source, revision)
     if folder is None:
         with _hub_errors(source, revision):
-            path = Path(hf_hub_download(str(source), "config.json", revision=revision))
+            path = Path(
+                hf_hub_download(
+                    str(source), "config.json", revision=revision, local_files_only=not hub_can_be_reached()
+                )
+            )
     else:
         path = folder / "config.json"
         if not path.exists():
@@ -138,6 +171,9 @@ def read_config_dict(source: str | Path, revision: str | None = None) -> dict:
     config_dict = _read_json(path)
     if not isinstance(config_dict.get("model_type"), str):
         raise ValueError(f"`{path}` names no `model_type`, so it is not a transformers config.")
+    architectures = config_dict.get("architectures")
+    if not isinstance(architectures, list | None) or not all(isinstance(name, str) for name in architectures or ()):
+        raise ValueError(f'`architectures={architectures!r}` in `{path}` must be a list such as ["LlamaForCausalLM"].')
     return config_dict
 
 
@@ -170,26 +206,71 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     if folder is None:
         skipped = [f"*{suffix}" for suffix in OTHER_WEIGHTS - {".safetensors"}] + ["consolidated*"]
         with _hub_errors(source, revision):
-            folder = Path(snapshot_download(str(source), revision=revision, ignore_patterns=skipped))
+            folder = Path(
+                snapshot_download(
+                    str(source),
+                    revision=revision,
+                    ignore_patterns=skipped,
+                    local_files_only=not hub_can_be_reached(),
+                )
+            )
         commit = folder.name
     files = sorted(
-        path.relative_to(folder).as_posix()
-        for path in folder.rglob("*")
-        if path.is_file() and not {".git", ".cache"} & set(path.relative_to(folder).parts)
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() or path.is_symlink()
     )
     weight_map = _read_weight_map(folder, files, source)
     used = {"config.json", INDEX_NAME, *weight_map.values()}
     others = [name for name in files if name not in used]
-    left_behind = [name for name in others if Path(name).suffix in OTHER_WEIGHTS or name.endswith(".index.json")]
+    companions = [name for name in others if is_companion(name)]
+    folders = {name.split("/")[0] for name in [*used, *companions] if "/" in name}
+    left_behind = {
+        name if "/" not in name or name.split("/")[0] in folders else name.split("/")[0] + "/"
+        for name in set(others) - set(companions)
+    }
     return Checkpoint(
         name=str(source),
         folder=folder,
         commit=commit,
         config_dict=config_dict,
         weight_map=weight_map,
-        companions=tuple(name for name in others if name not in left_behind),
-        left_behind=tuple(left_behind),
+        companions=tuple(companions),
+        left_behind=tuple(sorted(left_behind)),
     )
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file belongs to a checkpoint by its name, relative to the folder."""
+    parent, _, base = name.rpartition("/")
+    return any(fnmatch.fnmatchcase(base, pattern) for pattern in COMPANIONS.get(parent, ()))
+
+
+def refuse_links_out(checkpoint: Checkpoint, names: Iterable[str]):
+    """Raise a `ValueError` if one of the files is a link out of the folder: what lies there was not meant.
+
+    In the Hub's cache files are links into the folder `blobs` of their repository.
+    """
+    folder = checkpoint.folder.resolve()
+    allowed = [folder]
+    if folder.parent.name == "snapshots":
+        allowed.append(folder.parent.parent / "blobs")
+    for name in names:
+        target = (folder / name).resolve()
+        if not any(target.is_relative_to(path) for path in allowed):
+            raise ValueError(
+                f"`{name}` of `{checkpoint.name}` is a link out of the folder, to `{target}`. Put the file itself"
+                " there, or remove the link."
+            )
+
+
+def hub_can_be_reached() -> bool:
+    """Whether anything answers at the Hub's address, told at once: the client tries for half a minute."""
+    if constants.HF_HUB_OFFLINE:
+        return False
+    try:
+        get_session().head(constants.ENDPOINT, timeout=HUB_TIMEOUT)
+    except HTTPError:
+        return False
+    return True
 
 
 def _local_folder(source: str | Path, revision: str | None) -> Path | None:
@@ -209,11 +290,12 @@ def _local_folder(source: str | Path, revision: str | None) -> Path | None:
 
 @contextlib.contextmanager
 def valid_config(name: str) -> Iterator[None]:
-    """A `ValueError` that names the checkpoint for what configuration classes raise."""
+    """A `ValueError` of one line that names the checkpoint, for whatever a bad config makes transformers raise."""
     try:
         yield
-    except (StrictDataclassError, TypeError) as error:
-        raise ValueError(f"config.json of `{name}` is not valid: {error}") from None
+    except Exception as error:
+        kind = "" if isinstance(error, ValueError | TypeError | StrictDataclassError) else f"{type(error).__name__}: "
+        raise ValueError(f"config.json of `{name}` is not valid: {kind}{' '.join(str(error).split())}") from error
 
 
 @contextlib.contextmanager
@@ -296,6 +378,8 @@ def check_destination(destination: str | Path, source: str | Path) -> Path:
         ValueError: otherwise.
     """
     path, folder = Path(destination).expanduser().absolute(), Path(source).expanduser()
+    if path.is_symlink():
+        raise ValueError(f"`{destination}` is a link, to `{path.readlink()}`; name the folder itself.")
     if folder.is_dir() and path.resolve() == folder.resolve():
         raise ValueError(f"`{destination}` is the source itself; name another folder.")
     if folder.is_dir() and folder.resolve() in path.resolve().parents:
@@ -340,7 +424,7 @@ def whole_folder(path: Path, num_bytes: int) -> Iterator[Path]:
 
 
 def copy_companions(source: Checkpoint, folder: Path, names: dict[str, str | None]):
-    """Copy what came with the weights: tokenizer, templates, generation config, licence and all the rest.
+    """Copy what belongs to the weights: tokenizer, templates, generation config, licence, see `COMPANIONS`.
 
     Args:
         names: new names of some of the files, `None` for those to leave out.

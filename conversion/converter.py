@@ -20,14 +20,18 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
+from typing import Any
 
 import torch
 import transformers
 from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers.activations import ACT2FN
 
 from .. import __version__
 from ..configuration_attnres import AttnResConfig, check_base_model_type
-from ..model_cards import inherited_metadata, write_model_card
+from ..configuration_attnres import _rename_architectures as rename_architectures
+from ..model_cards import CODE_FILES, PIPELINE_TAGS, code_files, inherited_metadata, write_model_card
+from ..modeling_attnres import REMOTE_CODE_AUTO_MAP
 from .checkpoint import (
     QUERY_NAMES,
     REPORT_NAMES,
@@ -36,20 +40,28 @@ from .checkpoint import (
     copy_companions,
     open_checkpoint,
     read_config_dict,
+    refuse_links_out,
     whole_folder,
     write_weights,
 )
 from .parity import (
     VerificationReport,
     check_device,
+    check_finite_weights,
+    compare_with,
     quiet_loading,
     read_sample,
     read_windows,
-    verify_checkpoints,
+    run_reference,
 )
 
 
 BASE_CARD_NAME = "README.base.md"
+POSITIVE_FIELDS = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "num_experts_per_tok", "moe_intermediate_size"),
+)
+LAYER_NUMBERS = re.compile(r"^(?:model\.)?layers\.(\d+)\.", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -109,6 +121,7 @@ def convert(
     full: bool = False,
     revision: str | None = None,
     link: bool = False,
+    self_contained: bool = False,
     verify: bool = True,
     verify_text: str | Path | None = None,
     device: str = "auto",
@@ -127,6 +140,8 @@ def convert(
         full: Full AttnRes, the same as `block_size=1`.
         revision: branch, tag or commit of a Hub id.
         link: hard links in place of copies of the weight files, on one disk.
+        self_contained: put the model code into the folder, for programs that do not import this package; they load it
+            with `trust_remote_code=True`. Of a checkpoint that carries the code it stays so.
         verify: run both and compare; without, only names, shapes and files are checked.
         verify_text: file with the text to compare on, in place of the built-in one.
         device: where to run them, what `from_pretrained` takes as `device_map`.
@@ -149,6 +164,8 @@ def convert(
         check_base_model_type(model_type)
     checkpoint = open_checkpoint(source, revision)
     refuse_other_naming(checkpoint)
+    check_config(checkpoint)
+    check_tensors(checkpoint)
 
     if model_type == AttnResConfig.model_type:
         operation = "Change of blocks"
@@ -165,10 +182,11 @@ def convert(
         config = AttnResConfig.from_base_config(
             checkpoint.config, block_size=block_size, num_blocks=num_blocks, attn_res_scale_norm_eps=True
         )
-        check_tensors(checkpoint)
         shape = (config.num_sites, config.hidden_size)
         query, key_norm = (checkpoint.prefix + name for name in QUERY_NAMES)
         added = {query: torch.zeros(shape), key_norm: torch.ones(shape)}
+    if self_contained:
+        config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
     return write_checkpoint(
         operation,
         checkpoint,
@@ -203,6 +221,7 @@ def revert(
     if model_type != AttnResConfig.model_type:
         raise ValueError(f"`{source}` is a `{model_type}` checkpoint, not an AttnRes one; there is nothing to revert.")
     checkpoint = open_checkpoint(source, revision)
+    check_config(checkpoint)
     if not force:
         refuse_trained_queries(
             checkpoint, "without them it computes something else. `--force` writes it and measures the loss"
@@ -255,6 +274,37 @@ def refuse_other_naming(checkpoint: Checkpoint):
             )
 
 
+def check_config(checkpoint: Checkpoint):
+    """Raise a `ValueError` for values that configuration classes let through and no model can have."""
+    config, name = checkpoint.config, checkpoint.name
+
+    def refuse(field: str, value: Any, allowed: str):
+        raise ValueError(f"config.json of `{name}` is not valid: `{field}={value!r}` must be {allowed}.")
+
+    for field in POSITIVE_FIELDS:
+        value = getattr(config, field, None)
+        if value is not None and (isinstance(value, bool) or value < 1):
+            refuse(field, value, "a number >= 1")
+    for field, value in vars(config).items():
+        is_eps = field.endswith(("_eps", "epsilon")) and field != "attn_res_scale_norm_eps"
+        if is_eps and (not isinstance(value, int | float) or not 0 <= value < 1):
+            refuse(field, value, "a number >= 0 and below 1")
+    for field in ("hidden_act", "hidden_activation"):
+        value = getattr(config, field, None)
+        if value is not None and value not in ACT2FN:
+            refuse(field, value, f"one of {', '.join(ACT2FN)}")
+    if config.dtype is not None and not getattr(config.dtype, "is_floating_point", False):
+        refuse("dtype", config.dtype, "one of float32, bfloat16, float16")
+    depth = 1 + max((int(number) for number in LAYER_NUMBERS.findall("\n".join(checkpoint.weight_map))), default=-1)
+    if config.num_hidden_layers > depth:  # fewer may be meant: some carry layers that predict further tokens
+        refuse("num_hidden_layers", config.num_hidden_layers, f"at most {depth}, the layers that the weights have")
+    allowed = list(PIPELINE_TAGS)
+    if not is_attnres(checkpoint):
+        allowed = rename_architectures(allowed, config.model_type, to_base=True)
+    if config.architectures and config.architectures[0] not in allowed:
+        refuse("architectures", config.architectures, f"one of {', '.join(allowed)}")
+
+
 def check_tensors(checkpoint: Checkpoint):
     """Raise a `ValueError` unless every tensor that the architecture needs is there, in its shape; reads none."""
     auto_class = AutoModelForCausalLM if checkpoint.has_lm_head else AutoModel
@@ -264,11 +314,18 @@ def check_tensors(checkpoint: Checkpoint):
             _, info = auto_class.from_pretrained(
                 checkpoint.folder, device_map="meta", output_loading_info=True, trust_remote_code=False
             )
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:
             # The names are in the report that transformers logs, a table of tensor, status and details
-            rows = re.findall(r"^(\S+) +\| (?:MISSING|MISMATCH|CONVERSION) +\|(.*)", "\n".join(messages), re.MULTILINE)
-            named = f"`{rows[0][0]}` {rows[0][1].strip()}".strip() if rows else str(error)
-            message = f"tensors are missing or have another shape, among them {named}"
+            rows = re.findall(
+                r"^(\S.*?) +\| (?:MISSING|MISMATCH|CONVERSION) +\|(.*)", "\n".join(messages), re.MULTILINE
+            )
+            if rows:
+                named = f"`{rows[0][0]}` {rows[0][1].strip()}".strip()
+                message = f"tensors are missing or have another shape, among them {named}"
+            else:
+                message = f"it does not load: {' '.join(str(error).split())}"
+        except Exception as error:
+            message = f"no model can be built of its config.json: {type(error).__name__}: {error}"
         else:
             missing = sorted(info["missing_keys"])
             if missing:
@@ -301,18 +358,27 @@ def write_checkpoint(
         rename: new names of the others, `None` for those to leave out.
         may_differ: write it also if the verification shows a difference.
     """
-    if verify:  # what can be wrong about it shows before work starts
+    # What can be wrong shows before work starts
+    names = cards_to_keep(source, config)
+    refuse_links_out(source, [name for name in source.companions if names.get(name, name) is not None])
+    inherited_metadata(source.folder / "README.md", None)
+    if verify:
         read_windows(source, verify_text)
         check_device(device)
-    start = time.perf_counter()
+        check_finite_weights(source)
     add = add or {}
     tensor_bytes = sum(tensor.nbytes for tensor in add.values())
     with whole_folder(path, tensor_bytes if link else source.num_bytes + tensor_bytes) as folder:
-        copy_companions(source, folder, cards_to_keep(source, config))
+        reference = run_reference(source, verify_text, device=device) if verify else None
+        start = time.perf_counter()
+        copy_companions(source, folder, names)
         if isinstance(config, dict):
             (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         else:
             config.save_pretrained(folder)
+        if isinstance(config, AttnResConfig) and getattr(config, "auto_map", None):
+            for name, content in code_files().items():
+                (folder / name).write_bytes(content)
         write_weights(source, folder, add=add, rename=rename, link=link)
         if not isinstance(config, dict):
             notes = [*notes, *keep_tokenizer(source, folder)]
@@ -321,8 +387,8 @@ def write_checkpoint(
         seconds = time.perf_counter() - start
 
         verification = None
-        if verify:
-            verification = verify_checkpoints(source, written, text=verify_text, device=device)
+        if reference is not None:
+            verification = compare_with(reference, written, device)
             if not verification.equal and not may_differ:
                 raise ValueError(
                     f"`{path}` would not compute what `{source.name}` does, so it is not written. The first"
@@ -368,7 +434,8 @@ def is_attnres(checkpoint: Checkpoint) -> bool:
 def cards_to_keep(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[str, str | None]:
     """Where the source's cards and reports go, `None` for nowhere.
 
-    A base's card steps aside for that of the conversion, and comes back with the base. Depth maps are of the source.
+    A base's card steps aside for that of the conversion, and comes back with the base. Depth maps are of the source,
+    model code of an AttnRes checkpoint.
     """
     maps = (name for name in source.companions if name.startswith("depth/") and is_attnres(source))
     names: dict[str, str | None] = dict.fromkeys(("README.md", BASE_CARD_NAME, *REPORT_NAMES, *maps))
@@ -376,7 +443,7 @@ def cards_to_keep(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[s
         if not is_attnres(source):
             return names | {"README.md": BASE_CARD_NAME}
         return names | {"README.md": "README.md", BASE_CARD_NAME: BASE_CARD_NAME}
-    return names | {BASE_CARD_NAME: "README.md"}
+    return names | {BASE_CARD_NAME: "README.md", **dict.fromkeys(CODE_FILES)}
 
 
 def keep_tokenizer(source: Checkpoint, folder: Path) -> list[str]:

@@ -34,6 +34,7 @@ from pathlib import Path
 
 import torch
 from huggingface_hub.utils import tqdm
+from safetensors import safe_open
 from torch import nn
 from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
 from transformers.utils import logging
@@ -165,6 +166,94 @@ def verify(
     return verify_checkpoints(first, second, text=text, max_tokens=max_tokens, device=device)
 
 
+@dataclass(frozen=True)
+class Reference:
+    """What the first checkpoint gives, to hold the second against: outputs of every window, in fp32 and its own dtype.
+
+    `rounding` is the effect of moved norm inputs, the median over windows. Without `own_expected` the two dtypes are
+    one: it is fp32, or the checkpoint is quantised, and its weights are made for one dtype.
+    """
+
+    first: Checkpoint
+    windows: torch.Tensor
+    text: str
+    dtype: torch.dtype
+    own_dtype: torch.dtype
+    expected: list[torch.Tensor]
+    rounding: float
+    own_expected: list[torch.Tensor] | None
+
+
+def run_reference(
+    first: Checkpoint, text: str | Path | None = None, max_tokens: int = MAX_TOKENS, device: str = "auto"
+) -> Reference:
+    """Run the first checkpoint.
+
+    Raises:
+        ValueError: if its model does not run, or gives what is no number.
+    """
+    windows, text_name = read_windows(first, text, max_tokens)
+    check_device(device)
+    own_dtype = first.config.dtype or torch.float32
+    quantized = getattr(first.config, "quantization_config", None) is not None
+    dtype = own_dtype if quantized else torch.float32
+    own_expected = None
+    # the bar first: among what is quiet are all bars made from then on
+    with (
+        tqdm(total=(2 if dtype == own_dtype else 3) * len(windows), unit="window", desc="Running") as progress,
+        quiet_loading(),
+        one_that_runs(first),
+    ):
+        expected, moved = run(first, dtype, device, windows, progress, also_moved=True)
+        rounding = largest_differences(moved, expected).median().item()
+        check_finite_outputs(first, expected, dtype)
+        if dtype != own_dtype:
+            own_expected, _ = run(first, own_dtype, device, windows, progress)
+            check_finite_outputs(first, own_expected, own_dtype)
+    return Reference(first, windows, text_name, dtype, own_dtype, expected, rounding, own_expected)
+
+
+@contextlib.contextmanager
+def one_that_runs(checkpoint: Checkpoint) -> Iterator[None]:
+    """A `ValueError` of one line for whatever a model raises whose config and weights do not go together."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"The model of `{checkpoint.name}` does not run, by its config.json or for want of a package:"
+            f" {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
+def check_finite_outputs(checkpoint: Checkpoint, outputs: list[torch.Tensor], dtype: torch.dtype):
+    if not all(output.isfinite().all() for output in outputs):
+        raise ValueError(
+            f"The model of `{checkpoint.name}` gives outputs that are not finite in"
+            f" {str(dtype).removeprefix('torch.')}, although its weights are: a number in its config.json is wrong, or"
+            " the dtype is too narrow. `--no-verify` converts it unseen."
+        )
+
+
+def check_finite_weights(checkpoint: Checkpoint):
+    """Raise a `ValueError` that names the first tensor with NaN or infinity in it; holds one tensor at a time."""
+    for shard in tqdm(checkpoint.shards, unit="file", desc="Checking values"):
+        with safe_open(checkpoint.folder / shard, framework="pt") as file:
+            for name in file.keys():
+                tensor = file.get_tensor(name)
+                if not tensor.is_floating_point():
+                    continue
+                # in pieces, in fp32 as not every dtype can tell
+                pieces = tensor.flatten().split(2**24)
+                bad = sum(int((~piece.float().isfinite()).sum()) for piece in pieces)
+                if bad:
+                    raise ValueError(
+                        f"`{name}` in `{shard}` of `{checkpoint.name}` has values that are not finite, {bad} of"
+                        f" {tensor.numel()}, so nothing can be compared. `--no-verify` converts it as it is."
+                    )
+
+
 def verify_checkpoints(
     first: Checkpoint,
     second: Checkpoint,
@@ -179,20 +268,20 @@ def verify_checkpoints(
         raise ValueError(
             f"The checkpoints cannot be compared: vocabularies of {config.vocab_size} and {other.vocab_size} tokens."
         )
-    windows, text_name = read_windows(first, text, max_tokens)
-    check_device(device)
-    own_dtype = config.dtype or torch.float32
-    quantized = getattr(config, "quantization_config", None) is not None
-    # The weights of a quantised checkpoint are made for one dtype, in which both are compared as in fp32 otherwise
-    reference_dtype = own_dtype if quantized else torch.float32
-    passes = 3 if own_dtype == reference_dtype else 5
-    is_moe = getattr(config, "num_experts_per_tok", None) is not None
+    return compare_with(run_reference(first, text, max_tokens, device), second, device)
 
-    # the bar first: among what is quiet are all bars made from then on
-    with tqdm(total=passes * len(windows), unit="window", desc="Verifying") as progress, quiet_loading():
-        expected, moved = run(first, reference_dtype, device, windows, progress, also_moved=True)
-        rounding = largest_differences(moved, expected).median().item()
-        del moved
+
+def compare_with(reference: Reference, second: Checkpoint, device: str = "auto") -> VerificationReport:
+    """Run the second checkpoint as the first one has been run."""
+    first, windows, reference_dtype = reference.first, reference.windows, reference.dtype
+    own_dtype, expected, rounding = reference.own_dtype, reference.expected, reference.rounding
+    passes = 1 if reference.own_expected is None else 2
+    is_moe = getattr(first.config, "num_experts_per_tok", None) is not None
+    with (
+        tqdm(total=passes * len(windows), unit="window", desc="Verifying") as progress,
+        quiet_loading(),
+        one_that_runs(second),
+    ):
         actual, _ = run(second, reference_dtype, device, windows, progress)
         differences = largest_differences(actual, expected)
         # the windows that have to agree, from the one that agrees best
@@ -213,9 +302,9 @@ def verify_checkpoints(
         if not parity.equal:
             worst = windows[differences.argmax()][None]
             first_difference = find_first_difference(first, second, worst, reference_dtype, device)
-        if own_dtype != reference_dtype:
+        if reference.own_expected is not None:
             del actual
-            own_expected, _ = run(first, own_dtype, device, windows, progress)
+            own_expected = reference.own_expected
             own_actual, _ = run(second, own_dtype, device, windows, progress)
             rounding = median_relative_error(own_expected, expected)
             parities.append(
@@ -236,7 +325,7 @@ def verify_checkpoints(
     return VerificationReport(
         first=first.title,
         second=second.title,
-        text=text_name,
+        text=reference.text,
         num_tokens=windows.numel(),
         parities=parities,
         first_difference=first_difference,

@@ -14,6 +14,7 @@
 """One inspection: everything is checked, models are measured one after the other, then all is drawn and written."""
 
 import json
+import tempfile
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -24,13 +25,13 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from .. import __version__
 from ..configuration_attnres import AttnResConfig
-from ..conversion.checkpoint import hub_commit
+from ..conversion.checkpoint import hub_commit, read_config_dict
 from ..conversion.parity import read_sample
 from ..depth_attention import num_sources
 from ..fingerprint import checkpoint_fingerprint
 from ..outputs import write_file
 from .effects import ablate, gradient_rms
-from .measure import check_is_attnres, measure, read_excerpt
+from .measure import DepthStatistics, check_is_attnres, measure, read_excerpt
 from .text import pieces, read_windows, tokens_of_dataset, tokens_of_text
 
 
@@ -79,9 +80,6 @@ def inspect(
         ValueError, OSError: for what is not there, does not go together or is no AttnRes checkpoint, before a model
             is loaded.
     """
-    from .figures import draw
-    from .page import write_page
-
     if not 1 <= len(models) <= 2:
         raise ValueError(f"One checkpoint can be inspected, or two compared; these are {len(models)}.")
     given = [kind for kind, value in (("text", text), ("file", file), ("dataset", dataset)) if value is not None]
@@ -153,14 +151,27 @@ def inspect(
         "attnres_version": __version__,
         "models": [asdict(of_model) for of_model in statistics],
     }
-    output = Path(output)
-    write_file(output / "depth.json", json.dumps(results) + "\n")
-    draw(statistics, output)
-    write_page(results, output / "index.html")
+    write_all(results, statistics, Path(output))
     return results
 
 
+def write_all(results: dict[str, Any], statistics: list[DepthStatistics], output: Path):
+    """Write the figures, the pictures and the page, which take their places together when all are finished."""
+    from .figures import draw
+    from .page import write_page
+
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as unfinished:
+        write_file(Path(unfinished) / "depth.json", json.dumps(results) + "\n")
+        draw(statistics, Path(unfinished))
+        write_page(results, Path(unfinished) / "index.html")
+        output.mkdir(exist_ok=True)
+        for path in Path(unfinished).iterdir():
+            path.replace(output / path.name)
+
+
 def _config(path: str, commit: str | None) -> PreTrainedConfig:
+    read_config_dict(path, commit)  # tells at once what is wrong with it
     return AutoConfig.from_pretrained(path, revision=commit or "main")
 
 

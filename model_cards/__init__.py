@@ -27,10 +27,12 @@ import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.repocard_data import eval_results_to_model_index
+from yaml import YAMLError
 
 from .. import __version__
 from ..configuration_attnres import AttnResConfig
 from ..fingerprint import checkpoint_fingerprint
+from ..outputs import write_file
 
 
 if TYPE_CHECKING:
@@ -143,7 +145,7 @@ def write_model_card(
                 shutil.copyfile(Path(evaluation) / name, Path(folder) / "evaluation" / name)
     card = model_card(folder, base_metadata=base_metadata, repo_id=repo_id)
     path = Path(folder) / "README.md"
-    card.save(path)
+    write_file(path, str(card))
     return path
 
 
@@ -174,7 +176,7 @@ def model_card(
         folder / "conversion_report.json",
         folder / "evaluation/table.md",
     )
-    metadata = (metadata_load(card_path) or {}) if card_path.exists() else {}
+    metadata = read_metadata(card_path)
     metadata = {**metadata, **(base_metadata or {}), **code_metadata()}
     report = json.loads(report_path.read_text(encoding="utf-8")) if report_path.exists() else None
     verification = None if report is None else report["verification"]
@@ -217,11 +219,28 @@ def _inspection(folder: Path) -> dict[str, Any] | None:
     states = [model["state"] for model in models]
     is_current = checkpoint_fingerprint(folder) in states if any(states) else True  # older figures do not tell
     return {"version": results.get("attnres_version"), "models": models, "is_current": is_current}
+def read_metadata(card: Path) -> dict[str, Any]:
+    """The metadata of a card; none if there is no card.
+
+    Raises:
+        ValueError: if it cannot be read.
+    """
+    if not card.exists():
+        return {}
+    try:
+        metadata = metadata_load(card) or {}
+    except (UnicodeDecodeError, YAMLError, ValueError) as error:
+        raise ValueError(
+            f"`{card}` cannot be read, mend or remove it: {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from None
+    if not isinstance(metadata, dict):
+        raise ValueError(f"`{card}` cannot be read, mend or remove it: its metadata is no mapping of names.")
+    return metadata
 
 
 def inherited_metadata(base_card: Path, base_model: str | None) -> dict[str, Any]:
     """What a conversion's card takes over: the base's licence and languages, and the base itself if it has an id."""
-    metadata = (metadata_load(base_card) or {}) if base_card.exists() else {}
+    metadata = read_metadata(base_card)
     inherited = {name: metadata[name] for name in INHERITED if name in metadata}
     return {**inherited, "base_model": base_model} if base_model else inherited
 
