@@ -317,6 +317,8 @@ def _finetune(config: Path, fields: list[str] | None, show_batch: bool):
         return
     before, after = result.losses[0], result.losses[-1]
     console.print(f"Trained {result.trainable_parameters:,} parameters.", highlight=False)
+    if result.query_learning_rate is not None:
+        console.print(f"Peak learning rate of the depth queries: {result.query_learning_rate:g}", highlight=False)
     console.print(f"Held-out loss: {before:.4f} before, {after:.4f} after", highlight=False)
     if result.explanation is not None:
         console.print(f"[yellow]Note:[/] {escape(result.explanation)}", highlight=False)

@@ -213,7 +213,6 @@ def finetune_both(base: Path, converted: Path, folder: Path, steps: int) -> dict
             "per_device_train_batch_size": 16,
             "max_steps": steps,
             "learning_rate": 1e-3,
-            "query_learning_rate": 1e-2,
             "weight_decay": 0.1,
             "lr_scheduler_type": "cosine",
             "logging_steps": max(1, steps // 10),

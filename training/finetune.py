@@ -64,7 +64,9 @@ class FinetuneResult:
         folder: the checkpoint, or the adapter.
         history: what the Trainer has logged.
         trainable_parameters: how many numbers were trained.
-        explanation: one line if the depth queries have hardly moved.
+        explanation: what is wrong with it, if anything is: a held-out loss above that of the start, or depth queries
+            that have hardly moved.
+        query_learning_rate: peak learning rate of the depth queries, as given or measured; `None` without queries.
         files: what lies beside: the configuration, the history, the curves.
     """
 
@@ -73,6 +75,7 @@ class FinetuneResult:
     trainable_parameters: int
     explanation: str | None
     files: list[Path]
+    query_learning_rate: float | None = None
 
     @property
     def losses(self) -> list[float]:
@@ -119,7 +122,9 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
         histories = {arguments.mode: trainer.state.log_history}
         plot_curves(histories, output / "loss", title=f"Fine-tuning {Path(arguments.model).name}")
     final = save_final(trainer, run, output)  # at last: it says that the run is finished
-    return FinetuneResult(final, trainer.state.log_history, trainable, trainer.explain_queries(), files)
+    explanation = trainer.explain_losses() or trainer.explain_queries()
+    rate = None if trainer.initial_queries is None else trainer.query_learning_rate
+    return FinetuneResult(final, trainer.state.log_history, trainable, explanation, files, rate)
 
 
 def show_batch(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> Text:

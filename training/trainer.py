@@ -18,20 +18,35 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import nn
-from transformers import ProgressCallback, Trainer, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
+from transformers.utils import logging
+
+from .learning_rate import AUTO, best_rate, check_optimizer, check_query_rate, measure_losses
+from .loss_guard import LossGuard
+
+
+logger = logging.get_logger(__name__)
 
 
 @dataclass
 class AttnResTrainingArguments(TrainingArguments):
     """`TrainingArguments` and what the depth queries need. The defaults come from the study (see the README)."""
 
-    query_learning_rate: float | None = field(
-        default=3e-3, metadata={"help": "Peak learning rate of queries and key norms; null takes `learning_rate`."}
+    query_learning_rate: float | str | None = field(
+        default=AUTO,
+        metadata={
+            "help": "Peak learning rate of queries and key norms; `auto` measures it before the first step, null takes"
+            " `learning_rate`."
+        },
     )
     query_weight_decay: float = field(
         default=0.0, metadata={"help": "Weight decay of the queries; it pulls them back to a PreNorm model."}
     )
+
+    def __post_init__(self):
+        self.query_learning_rate = check_query_rate(self.query_learning_rate)
+        super().__post_init__()
 
 
 class AttnResTrainer(Trainer):
@@ -44,6 +59,10 @@ class AttnResTrainer(Trainer):
     - `depth_entropy`: mean entropy of the depth weights over sites and tokens, as a part of its largest value: 1 is
       the uniform read of a PreNorm model.
     - `depth/query_norm_SITE` and `depth/entropy_SITE`: the same of every site with more than one source.
+
+    With `query_learning_rate="auto"` the rate is measured before the first step (see `learning_rate.py`) and logged
+    as `query_learning_rate`, the losses that it was chosen by as `query_rate_loss/RATE`; a resumed run takes it from
+    there. The Trainer warns once if the loss rises above that of the start by more than noise (see `loss_guard.py`).
     """
 
     def __init__(self, *args, **kwargs):
@@ -53,8 +72,13 @@ class AttnResTrainer(Trainer):
         for loud, quiet in ((ProgressCallback, QuietProgressCallback), (PrinterCallback, QuietPrinterCallback)):
             if self.pop_callback(loud) is not None:
                 self.add_callback(quiet)
+        self.add_callback(_LogQueryRate(self))
         self.initial_queries = self.read_queries()
         self._observed = None
+        self._measured: dict[str, float] = {}
+        self._guard, self._warned = LossGuard(), False
+        self._step_losses: dict[int, torch.Tensor] = {}
+        self._batch_losses: list[torch.Tensor] = []
 
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         super().create_optimizer(model)
@@ -65,17 +89,40 @@ class AttnResTrainer(Trainer):
             for group in self.optimizer.param_groups:
                 queries += [p for p in group["params"] if ".depth_queries." in f".{names[id(p)]}"]
                 group["params"] = [p for p in group["params"] if ".depth_queries." not in f".{names[id(p)]}"]
-            lr = self.query_learning_rate
+            lr = args.learning_rate if args.query_learning_rate in (None, AUTO) else args.query_learning_rate
             for parameter in queries:
                 # The key norm is a factor of the query: to decay it as well would be to decay twice
                 decay = args.query_weight_decay if names[id(parameter)].endswith(".query") else 0.0
-                self.optimizer.add_param_group({"params": [parameter], "lr": lr, "weight_decay": decay})
+                group = {"params": [parameter], "lr": lr, "weight_decay": decay, "depth_queries": True}
+                self.optimizer.add_param_group(group)
             self.optimizer.param_groups[:] = [group for group in self.optimizer.param_groups if group["params"]]
         return self.optimizer
 
+    def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
+        # The model lies where it trains, and what a checkpoint says of the run is read
+        groups = [group for group in (optimizer or self.optimizer).param_groups if group.get("depth_queries")]
+        if groups and self.args.query_learning_rate == AUTO:
+            self._measured = {}
+            if self.logged_query_rate is None:
+                check_optimizer(self)
+                losses = measure_losses(self)
+                self._measured = {"query_learning_rate": best_rate(losses)}
+                self._measured |= {f"query_rate_loss/{rate:g}": loss.mean().item() for rate, loss in losses.items()}
+            for group in groups:
+                group["lr"] = self.query_learning_rate
+        return super().create_scheduler(num_training_steps, optimizer)
+
+    @property
+    def logged_query_rate(self) -> float | None:
+        logged = [entry["query_learning_rate"] for entry in self.state.log_history if "query_learning_rate" in entry]
+        return logged[-1] if logged else None
+
     @property
     def query_learning_rate(self) -> float:
+        """The peak rate: what was asked for, or what was measured as soon as it is."""
         lr = getattr(self.args, "query_learning_rate", None)
+        if lr == AUTO:
+            lr = self._measured.get("query_learning_rate", self.logged_query_rate)
         return self.args.learning_rate if lr is None else lr
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
@@ -87,10 +134,6 @@ class AttnResTrainer(Trainer):
         finally:
             config.use_cache = in_training
 
-    def evaluate(self, *args, **kwargs) -> dict[str, float]:
-        with torch.random.fork_rng():  # a data loader draws from the generator that training goes on with
-            return super().evaluate(*args, **kwargs)
-
     def _run_epoch(self, *args, resume_from_checkpoint: str | None = None, **kwargs):
         # CODEPATH: resumed from the checkpoint of its last step, or of the one that stopped it early, transformers'
         # Trainer would take another step before it looks
@@ -101,10 +144,51 @@ class AttnResTrainer(Trainer):
                 return
         super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
+    def training_step(self, *args, **kwargs) -> torch.Tensor:
+        loss = super().training_step(*args, **kwargs)
+        step = self.state.global_step  # of several micro-batches, whose losses are parts of the step's
+        self._step_losses[step] = self._step_losses.get(step, 0) + loss
+        return loss
+
+    def prediction_step(self, *args, **kwargs):
+        loss, logits, labels = super().prediction_step(*args, **kwargs)
+        if loss is not None:
+            self._batch_losses.append(loss.mean())
+        return loss, logits, labels
+
+    def evaluate(self, eval_dataset=None, *args, **kwargs) -> dict[str, float]:
+        self._batch_losses = []
+        with torch.random.fork_rng():  # a data loader draws from the generator that training goes on with
+            metrics = super().evaluate(eval_dataset, *args, **kwargs)
+        if eval_dataset is None and "eval_loss" in metrics:
+            losses = [entry["eval_loss"] for entry in self.state.log_history if "eval_loss" in entry]
+            batches = [loss.item() for loss in self._batch_losses]
+            if len(losses) == 1:
+                self._guard.first_batches = batches
+            self._warn(self._guard.check_held_out(losses[0], metrics["eval_loss"], batches))
+        return metrics
+
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if ("loss" in logs or "eval_loss" in logs) and self.initial_queries is not None:
             logs |= self.observe()
         super().log(logs, start_time)
+        if "loss" in logs:
+            self._guard.add_steps({step: loss.item() for step, loss in self._step_losses.items()})
+            self._step_losses = {}
+            self._warn(self._guard.check_training())
+
+    def _warn(self, risen: str | None):
+        """Say once, in the process that talks, that the training does harm."""
+        if risen is not None and not self._warned and self.is_world_process_zero():
+            self._warned = True
+            logger.warning(f"{risen} (step {self.state.global_step}): {self.way_out()}")
+
+    def way_out(self) -> str:
+        """What to do against a loss that rises."""
+        rates = f"query_learning_rate (now {self.query_learning_rate:g})"
+        if any(p.requires_grad and ".depth_queries." not in f".{n}" for n, p in self.model.named_parameters()):
+            rates += f" and learning_rate (now {self.args.learning_rate:g})"
+        return f"stop and start again in another folder with a lower {rates}, a third of it or less."
 
     @torch.no_grad()
     def read_queries(self) -> torch.Tensor | None:
@@ -152,6 +236,17 @@ class AttnResTrainer(Trainer):
             **{f"depth/entropy_{site:03}": entropy for site, entropy in entropies.items()},
         }
 
+    def explain_losses(self) -> str | None:
+        """One line if the held-out loss is above that of the start, with what to do about it."""
+        names = ("eval_loss", "final_loss")  # the second is that of the best model, where that one is kept
+        losses = [entry[name] for entry in self.state.log_history for name in names if name in entry]
+        if not losses or losses[-1] <= losses[0]:
+            return None
+        return (
+            f"The model is worse than it was at the start: the held-out loss has risen from {losses[0]:.4f} to"
+            f" {losses[-1]:.4f}. Do not use it; {self.way_out()}"
+        )
+
     def explain_queries(self) -> str | None:
         """One line if the queries have hardly moved, with what to do about it."""
         if self.initial_queries is None:
@@ -161,11 +256,28 @@ class AttnResTrainer(Trainer):
         if moved >= 0.05:
             return None
         lr, decay = self.query_learning_rate, getattr(self.args, "query_weight_decay", self.args.weight_decay)
+        measured = getattr(self.args, "query_learning_rate", None) == AUTO
+        way_out = (
+            f"Train longer (query_learning_rate was measured as {lr:g})"
+            if measured
+            else f"Raise query_learning_rate (now {lr:g}) or train longer"
+        )
         return (
             f"The depth queries have hardly moved, by a norm of {moved:.1e} at most in {self.state.global_step} steps,"
-            f" and all depths are still read about equally. Raise query_learning_rate (now {lr:g}) or train longer"
+            f" and all depths are still read about equally. {way_out}"
             + (f", and lower query_weight_decay (now {decay:g})." if decay else ".")
         )
+
+
+class _LogQueryRate(TrainerCallback):
+    """Logs what was measured as soon as the loggers listen."""
+
+    def __init__(self, trainer: AttnResTrainer):
+        self.trainer = trainer
+
+    def on_train_begin(self, args, state, control, **kwargs):
+        if self.trainer._measured and self.trainer.logged_query_rate is None:
+            self.trainer.log(self.trainer._measured)
 
 
 class _WithoutSites:
