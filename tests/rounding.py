@@ -16,6 +16,7 @@ itself limited, so that a tolerance can never grow to hide a fault.
 """
 
 import contextlib
+import math
 from collections.abc import Callable, Iterator
 from unittest import mock
 
@@ -89,7 +90,7 @@ def named(results, path: str = "result") -> dict[str, torch.Tensor]:
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The norm of the difference over that of what is expected, which may be zero if both are."""
     error, size = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
-    return error / size if error else 0.0
+    return 0.0 if error == 0 else error / size if size else math.inf
 
 
 def check_beside(actual, other, exact):
