@@ -16,11 +16,11 @@ itself limited, so that a tolerance can never grow to hide a fault.
 """
 
 import contextlib
-import math
 from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+from tiny_models import relative_error
 from torch import nn
 
 
@@ -85,12 +85,6 @@ def named(results, path: str = "result") -> dict[str, torch.Tensor]:
         return {path: results.detach()} if is_rounded(results) else {}
     items = results.items() if isinstance(results, dict) else enumerate(results)
     return {name: tensor for key, value in items for name, tensor in named(value, f"{path}[{key!r}]").items()}
-
-
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference over that of what is expected, which may be zero if both are."""
-    error, size = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
-    return 0.0 if error == 0 else error / size if size else math.inf
 
 
 def check_beside(actual, other, exact):
