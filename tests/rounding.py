@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
+from tiny_models import relative_error
 from torch import nn
 
 
@@ -86,12 +87,6 @@ def named(results, path: str = "result") -> dict[str, torch.Tensor]:
     return {name: tensor for key, value in items for name, tensor in named(value, f"{path}[{key!r}]").items()}
 
 
-def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
-    """The norm of the difference over that of what is expected, which may be zero if both are."""
-    error, size = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
-    return error / size if error else 0.0
-
-
 def check_beside(actual, other, exact):
     """In half precision, results may be as far from the exact ones as those of another program, but for chance.
 
@@ -130,8 +125,8 @@ class UpToRounding:
         )
         self.allowed = {}
         for name, expected in self.expected.items():
-            # At last the result is rounded, which may take two neighbours apart
-            self.allowed[name] = FACTOR * largest[name] + torch.finfo(expected.dtype).eps
+            # At last the result is rounded, by either program, and perhaps in two parts that are added
+            self.allowed[name] = FACTOR * largest[name] + 2 * torch.finfo(expected.dtype).eps
             assert self.allowed[name] < narrowest, (
                 f"{name} is too badly conditioned to be compared: {self.allowed[name]}"
             )

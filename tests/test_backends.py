@@ -197,13 +197,12 @@ def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, toke
         normed, weights, _ = depth_read(queries, sources[-1], sources[:-1], scores, norm)
         outputs, inputs = {"normed": normed, "weights": weights}, [queries, *sources, *scores, norm.weight]
         grads_of = [grads[loss].detach() for loss in losses]
-        return (
-            normed,
-            weights,
-            torch.autograd.grad(
-                [outputs[loss] for loss in losses], inputs, grads_of, allow_unused=True, materialize_grads=True
-            ),
+        *of_sources, of_norm = torch.autograd.grad(
+            [outputs[loss] for loss in losses], inputs, grads_of, allow_unused=True, materialize_grads=True
         )
+        of_queries, of_sources, of_scores = of_sources[0], of_sources[1:-num_closed], of_sources[-num_closed:]
+        # Of one token a score is a single number, so they are compared together
+        return normed, weights, of_queries, of_sources, torch.stack(of_scores), of_norm
 
     actual = read(queries, *sources, *scores)
     assert counted == ["read", "read_backward"]

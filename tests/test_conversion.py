@@ -70,7 +70,7 @@ def test_family(family, tmp_path):
     before = contents(tmp_path / "base")
     report = convert(tmp_path / "base", tmp_path / "attnres", block_size=3)
     parity = report.verification.parities[0]
-    assert parity.dtype == "float32" and parity.equal and parity.measured < 1e-4
+    assert parity.dtype == "float32" and parity.equal and parity.tolerance < 1e-3  # of logits around 1
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "attnres", output_loading_info=True)
     assert type(model) is AttnResForCausalLM and model.config.base_model_type == family
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))

@@ -32,6 +32,12 @@ def random_sources(count, dtype, shape=(3, 5, 7)):
     return [torch.randn(shape, dtype=torch.float64, generator=generator).to(dtype) for _ in range(count)]
 
 
+def widened(*tensors):
+    """As reads compute with them, in fp32 at least, so that what is rounded to half precision are results alone."""
+    wide = [tensor.detach().to(torch.promote_types(tensor.dtype, torch.float32)) for tensor in tensors]
+    return [after.requires_grad_(before.requires_grad) for before, after in zip(tensors, wide)]
+
+
 def definition(query, *sources):
     """The mix of a read."""
     return depth_attention_reference(query, sources, EPS)[0]
@@ -52,10 +58,11 @@ def test_read_matches_definition(count, dtype, scale):
         grads = torch.autograd.grad((mix, weights), (query, *sources), (grad_mix, grad_weights))
         assert [grad.dtype for grad in grads] == [query.dtype, *(source.dtype for source in sources)]
         # The gradient as one vector: where a softmax is nearly one source, parts of it are differences of large terms
-        return mix, weights, torch.cat([grad.to(query.dtype).flatten() for grad in grads])
+        return mix.to(dtype), weights, torch.cat([grad.to(dtype).flatten() for grad in grads])
 
     inputs = (grad_mix, grad_weights, query, *sources)
-    UpToRounding(functools.partial(run, depth_attention_reference), *inputs).check(run(depth_attention, *inputs))
+    expected = UpToRounding(functools.partial(run, depth_attention_reference), *widened(*inputs))
+    expected.check(run(depth_attention, *inputs))
 
 
 def test_gradients_are_those_of_finite_differences():
@@ -81,7 +88,8 @@ def test_block_cache_matches_definition(shape, block_size, dtype):
         partial = outputs[0]
         sources, reads = [], []
         for site in range(9):
-            expected = UpToRounding(definition, queries[site], *sources, partial)
+            wide = widened(queries[site], *sources, partial)
+            expected = UpToRounding(lambda *inputs: definition(*inputs).to(dtype), *wide)
             read, still_open = cache.read(site, partial)
             assert still_open is (None if site % block_size == 0 else partial)
             reads.append((read, expected))
@@ -253,9 +261,12 @@ def test_scores_of_many_sites_are_those_of_each(dtype):
 
     def run(scores_of, queries, source):
         scores = scores_of(queries, source, EPS)
-        return scores, torch.autograd.grad(scores, (queries, source), grad)
+        grad_queries, grad_source = torch.autograd.grad(scores, (queries, source), grad)
+        assert grad_source.dtype == source.dtype
+        return scores, grad_queries, grad_source.to(dtype)
 
-    UpToRounding(functools.partial(run, each), queries, source).check(run(source_scores, queries, source))
+    expected = UpToRounding(functools.partial(run, each), *widened(queries, source))
+    expected.check(run(source_scores, queries, source))
 
 
 def test_operator_compiles_without_breaks():

@@ -5,12 +5,13 @@ import re
 
 import pytest
 import torch
-from rounding import UpToRounding, relative_error
+from rounding import UpToRounding
 from tiny_models import (
     FAMILIES,
     convert,
     randomize_queries,
     reference_hidden_states,
+    relative_error,
     tiny_base_config,
     tiny_base_model,
 )

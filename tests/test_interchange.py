@@ -6,9 +6,9 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
-from rounding import UpToRounding, relative_error
+from rounding import UpToRounding
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, convert, randomize_queries, tiny_base_model
+from tiny_models import FAMILIES, convert, randomize_queries, relative_error, tiny_base_model
 from transformers import AutoModelForCausalLM
 
 from attnres.conversion import export_checkpoint, import_checkpoint

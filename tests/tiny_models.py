@@ -1,5 +1,7 @@
 """Tiny models of every supported family, and the literal model they are compared with."""
 
+import math
+
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -158,5 +160,7 @@ def reference_hidden_states(model, input_ids):
     return model.norm(read(config.num_sites - 1)), all_weights
 
 
-def relative_error(actual, expected) -> float:
-    return ((actual - expected).norm() / expected.norm()).item()
+def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
+    """The norm of the difference over that of what is expected, which may be zero if both are."""
+    error, size = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
+    return 0.0 if error == 0 else error / size if size else math.inf
