@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`use_liger_kernel=True`: Liger's kernels, in Triton's interpreter without a GPU, against the model as it was."""
 
-import sys
+import importlib
 
 import numpy as np
 import pytest
@@ -39,11 +39,12 @@ def restored_modules():
     """Liger replaces names in the modules of transformers, for all models that are made later."""
     from transformers.activations import ACT2FN
 
-    before = {name: dict(vars(m)) for name, m in sys.modules.items() if name.startswith("transformers.models.")}
-    activations = list(dict.items(ACT2FN))
+    families = ("llama", "granite", "nemotron", "qwen3", "phi3", "gpt_oss", "helium")
+    modules = [importlib.import_module(f"transformers.models.{family}.modeling_{family}") for family in families]
+    before, activations = [dict(vars(module)) for module in modules], list(dict.items(ACT2FN))
     yield
-    for name, attributes in before.items():
-        vars(sys.modules[name]).update(attributes)
+    for module, attributes in zip(modules, before):
+        vars(module).update(attributes)
     ACT2FN.update(activations)
 
 
