@@ -42,13 +42,13 @@ def apply_liger_kernel_to_attnres(
     if cross_entropy and fused_linear_cross_entropy:
         raise ValueError("`cross_entropy=True` and `fused_linear_cross_entropy=True` contradict: give one of them.")
     if rms_norm:
-        logger.warning("Liger's `rms_norm` is not used: an AttnRes model computes its norms with its reads over depth.")
+        logger.warning("Liger's `rms_norm` is not used: an AttnRes model computes norms with its reads over depth.")
 
     base_model_type = model.config.base_model_type
     apply_to_base = MODEL_TYPE_TO_APPLY_LIGER_FN.get(base_model_type)
     if apply_to_base is None:
         logger.warning(
-            f"Liger has no kernels for the sublayers of `{base_model_type}`: `use_liger_kernel` leaves them as they are."
+            f"Liger has no kernels for the sublayers of `{base_model_type}`, so `use_liger_kernel` leaves them alone."
         )
     else:
         chosen = {"rope": rope, "swiglu": swiglu, "geglu": geglu, "relu_squared": relu_squared}
@@ -72,6 +72,4 @@ def fused_linear_cross_entropy_loss(
     if logits_scaling is not None:
         hidden_states = hidden_states / getattr(model.config, logits_scaling)
     shift_labels = kwargs.pop("shift_labels", None)
-    return lce_maybe_trainable_lm_head(
-        model, hidden_states, model.config.hidden_size, labels, shift_labels, **kwargs
-    )
+    return lce_maybe_trainable_lm_head(model, hidden_states, model.config.hidden_size, labels, shift_labels, **kwargs)

@@ -92,6 +92,7 @@ class AttnResCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
     depth_attentions: tuple[torch.FloatTensor, ...] | None = None
 
 
+# Documented like the classes of transformers that they extend. trf-ignore: TRF057
 @dataclass
 class AttnResGenerateDecoderOnlyOutput(GenerateDecoderOnlyOutput):
     """As in transformers, and `depth_attentions`, returned when `output_depth_attentions=True` is passed.
@@ -103,6 +104,7 @@ class AttnResGenerateDecoderOnlyOutput(GenerateDecoderOnlyOutput):
     depth_attentions: tuple[tuple[torch.FloatTensor, ...], ...] | None = None
 
 
+# trf-ignore: TRF057
 @dataclass
 class AttnResGenerateBeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
     """See `AttnResGenerateDecoderOnlyOutput`; the first dimension is `batch_size * num_beams`."""

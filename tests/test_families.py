@@ -204,7 +204,7 @@ def test_a_bad_block_size_cannot_be_assigned(value):
 
 @pytest.mark.parametrize("base_config", [None, "qwen3", {"model_type": "qwen3"}], ids=str)
 def test_what_is_not_a_base_config_is_named(base_config):
-    with pytest.raises(ValueError, match="`base_config` must be the configuration of a base.*, not (None|a str|a dict)"):
+    with pytest.raises(ValueError, match="`base_config` must be the configuration of.*, not (None|a str|a dict)"):
         AttnResConfig.from_base_config(base_config)
 
 

@@ -85,7 +85,7 @@ def test_inputs_embeds(model, input_ids):
 @pytest.mark.parametrize("use_cache", [True, False], ids=["cache", "no cache"])
 @pytest.mark.parametrize("options", [{}, {"do_sample": True, "top_k": 9}, {"num_return_sequences": 2}], ids=str)
 def test_depth_attentions_of_generation(options, use_cache, model, input_ids):
-    """Shaped as `attentions`, and those of a plain forward pass of what was generated, padding on the left included."""
+    """Shaped as `attentions`, and those of a plain forward pass of what was generated, with padding on the left."""
     mask = torch.ones_like(input_ids)
     mask[1, :4] = 0
     options = {"do_sample": options.get("num_return_sequences", 1) > 1, **options, "use_cache": use_cache}
@@ -187,17 +187,19 @@ import attnres
 model = AutoModelForCausalLM.from_pretrained(sys.argv[1])
 good = [5, 6, 7]
 bad = [[], "hello", None, 5, ["5"], [5.0], [True], [5, 97], [-1, 5], [[5]], torch.tensor([]), torch.tensor([[5]])]
-requests = ["hello", 5, None, torch.tensor([good]), good, *([prompt] for prompt in bad), *([good, prompt] for prompt in bad)]
+requests = ["hello", 5, None, torch.tensor([good]), good]
+requests += [[prompt] for prompt in bad] + [[good, prompt] for prompt in bad]
 config = GenerationConfig(max_new_tokens=3, do_sample=False, eos_token_id=-1, pad_token_id=0)
 batching = ContinuousBatchingConfig(page_size=16, num_blocks=8, max_batch_tokens=32)
+configs = {"generation_config": config, "continuous_batching_config": batching}
 for inputs in requests:
     try:
-        model.generate_batch(inputs, generation_config=config, continuous_batching_config=batching)
+        model.generate_batch(inputs, **configs)
     except ValueError as error:
         print(json.dumps(str(error)))
     else:
         print("taken:", inputs)
-outputs = model.generate_batch([good, tuple(good), torch.tensor(good)], generation_config=config, continuous_batching_config=batching)
+outputs = model.generate_batch([good, tuple(good), torch.tensor(good)], **configs)
 print(sum(len(output.generated_tokens) for output in outputs.values()))
 """
 

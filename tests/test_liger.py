@@ -1,25 +1,25 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`use_liger_kernel=True`: Liger's kernels, in Triton's interpreter where there is no GPU, against the model without."""
+"""`use_liger_kernel=True`: Liger's kernels, in Triton's interpreter without a GPU, against the model as it was."""
 
 import importlib
 
 import numpy as np
 import pytest
 import torch
-from tiny_models import FAMILIES, convert, randomize_queries, relative_error, tiny_base_model
+from tiny_models import convert, randomize_queries, relative_error, tiny_base_config, tiny_base_model
+from transformers import AutoModelForSequenceClassification, Trainer, TrainingArguments
+
+from attnres import AttnResConfig
+from attnres.training import AttnResTrainer, lora_config
 
 
-pytest.importorskip("liger_kernel")
-triton = pytest.importorskip("triton")
-import triton.language as tl
-from liger_kernel.transformers import _apply_liger_kernel_to_instance
-from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
-from transformers import TrainingArguments, Trainer
+tl = pytest.importorskip("triton.language")
+liger = pytest.importorskip("liger_kernel.transformers")
 
 
 @pytest.fixture(autouse=True)
 def interpreter_with_floats(monkeypatch):
-    """Numbers arrive in kernels as fp32 scalars, as on a GPU; the interpreter leaves those of Python as they are."""
+    """Python's numbers arrive in kernels as fp32 scalars, as on a GPU; the interpreter hands them on as they are."""
     if torch.cuda.is_available():
         return
     from triton.runtime import interpreter
@@ -28,8 +28,159 @@ def interpreter_with_floats(monkeypatch):
 
     def convert_floats(argument):
         if isinstance(argument, float):
-            handle = interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32)
-            return tl.tensor(handle, tl.float32)
+            return tl.tensor(interpreter.TensorHandle(np.array([argument], dtype=np.float32), tl.float32), tl.float32)
         return convert_argument(argument)
 
     monkeypatch.setattr(interpreter, "_implicit_cvt", convert_floats)
+
+
+@pytest.fixture(autouse=True)
+def restored_modules():
+    """Liger replaces names in the modules of transformers, for all models that are made later."""
+    from transformers.activations import ACT2FN
+
+    families = ("llama", "granite", "nemotron", "qwen3", "phi3", "gpt_oss", "helium")
+    modules = [importlib.import_module(f"transformers.models.{family}.modeling_{family}") for family in families]
+    before, activations = [dict(vars(module)) for module in modules], list(dict.items(ACT2FN))
+    yield
+    for module, attributes in zip(modules, before):
+        vars(module).update(attributes)
+    ACT2FN.update(activations)
+
+
+@pytest.fixture
+def input_ids():
+    return torch.randint(3, 97, (2, 5), generator=torch.Generator().manual_seed(0))
+
+
+def small_model(family, **kwargs):
+    return randomize_queries(convert(tiny_base_model(family, num_hidden_layers=2, **kwargs), 3)).train()
+
+
+def loss_and_grads(model, input_ids, **kwargs):
+    model.zero_grad()
+    outputs = model(input_ids, labels=input_ids, use_cache=False, **kwargs)
+    outputs.loss.backward()
+    grads = {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+    return outputs, grads
+
+
+# Families whose kernels of Liger run in the interpreter: no `tanh` (GEGLU), no driver of a GPU (experts)
+@pytest.mark.parametrize(
+    "family, replaced",
+    [
+        ("llama", "LigerSwiGLUMLP"),
+        ("granite", "LigerSwiGLUMLP"),
+        ("nemotron", None),
+        pytest.param("qwen3", "LigerSwiGLUMLP", marks=pytest.mark.slow),
+        pytest.param("phi3", "LigerPhi3SwiGLUMLP", marks=pytest.mark.slow),
+        pytest.param("gpt_oss", None, marks=pytest.mark.slow),
+    ],
+)
+def test_loss_and_gradients_are_the_same(family, replaced, input_ids):
+    model = small_model(family)
+    expected, expected_grads = loss_and_grads(model, input_ids, num_items_in_batch=7)
+    liger._apply_liger_kernel_to_instance(model=model)
+    if replaced is not None:
+        assert {layer.mlp._get_name() for layer in model.model.layers} == {replaced}
+    actual, grads = loss_and_grads(model, input_ids, num_items_in_batch=7)
+    assert actual.logits is None, "the loss is not fused"
+    assert grads.keys() == expected_grads.keys()
+    # Rounding of fp32 (6e-8) in a few hundred additions in another order
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=0)
+    for name, grad in expected_grads.items():
+        assert relative_error(grads[name], grad) < 2e-5, name
+    model.eval()
+    with torch.no_grad():
+        assert model(input_ids, labels=input_ids).logits.shape == (2, 5, 97)
+
+
+def test_norms_stay_and_their_epsilons(caplog):
+    model = small_model("llama")
+    norms = [(type(m), m.variance_epsilon) for m in model.modules() if hasattr(m, "variance_epsilon")]
+    assert len({eps for _, eps in norms}) > 1
+    liger._apply_liger_kernel_to_instance(model=model, rms_norm=True, rope=False)
+    assert "Liger's `rms_norm` is not used" in caplog.text
+    assert norms == [(type(m), m.variance_epsilon) for m in model.modules() if hasattr(m, "variance_epsilon")]
+    assert not any("forward" in vars(m) for m in model.modules() if hasattr(m, "variance_epsilon"))
+
+
+def test_what_is_asked_for_and_no_more():
+    model = small_model("llama")
+    liger._apply_liger_kernel_to_instance(model=model, swiglu=False, rope=False, fused_linear_cross_entropy=False)
+    assert {layer.mlp._get_name() for layer in model.model.layers} == {"LlamaMLP"}
+    assert model.fused_loss_function is None
+    with pytest.raises(ValueError, match="contradict"):
+        liger._apply_liger_kernel_to_instance(model=model, cross_entropy=True, fused_linear_cross_entropy=True)
+
+
+def test_a_base_without_kernels_is_told(input_ids, caplog):
+    model = small_model("helium", head_dim=8)
+    expected, grads = loss_and_grads(model, input_ids)
+    liger._apply_liger_kernel_to_instance(model=model)
+    assert "Liger has no kernels for the sublayers of `helium`" in caplog.text
+    actual, fused_grads = loss_and_grads(model, input_ids)
+    torch.testing.assert_close(actual.loss, expected.loss, rtol=1e-5, atol=0)
+    assert max(relative_error(fused_grads[name], grad) for name, grad in grads.items()) < 2e-5
+
+
+def test_classifier(input_ids):
+    """A head without a loss to fuse."""
+    base_config = tiny_base_config("llama", num_hidden_layers=2, num_labels=3)
+    model = AutoModelForSequenceClassification.from_config(AttnResConfig.from_base_config(base_config, block_size=3))
+    labels = torch.tensor([0, 2])
+    expected = model(input_ids, labels=labels).loss
+    liger._apply_liger_kernel_to_instance(model=model)
+    torch.testing.assert_close(model(input_ids, labels=labels).loss, expected, rtol=1e-5, atol=0)
+
+
+class Text(torch.utils.data.Dataset):
+    def __len__(self):
+        return 2
+
+    def __getitem__(self, index):
+        input_ids = torch.arange(3, 7) + index
+        return {"input_ids": input_ids, "labels": input_ids}
+
+
+@pytest.mark.parametrize(
+    "trainer_class, adapter",
+    [
+        (Trainer, False),
+        pytest.param(AttnResTrainer, False, marks=pytest.mark.slow),
+        pytest.param(Trainer, True, marks=pytest.mark.slow),
+    ],
+)
+def test_trainer(trainer_class, adapter, tmp_path):
+    """Training and evaluation with Liger are those without; adapters around the model do not hide it.
+
+    Without the kernels of sublayers, which take seconds in the interpreter.
+    """
+    losses = []
+    for use_liger_kernel in (False, True):
+        torch.manual_seed(0)
+        model = small_model("llama")
+        if adapter:
+            from peft import get_peft_model
+
+            model = get_peft_model(model, lora_config())
+        arguments = TrainingArguments(
+            output_dir=tmp_path,
+            max_steps=2,
+            per_device_train_batch_size=1,
+            per_device_eval_batch_size=2,
+            logging_steps=1,
+            learning_rate=1e-3,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=not torch.cuda.is_available(),
+            use_liger_kernel=use_liger_kernel,
+            liger_kernel_config={"rope": False, "swiglu": False},
+        )
+        trainer = trainer_class(model=model, args=arguments, train_dataset=Text(), eval_dataset=Text())
+        trainer.train()
+        figures = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
+        losses.append([*figures, trainer.evaluate()["eval_loss"]])
+        inner = model.get_base_model() if adapter else model
+        assert (inner.fused_loss_function is not None) == use_liger_kernel
+    assert losses[1] == pytest.approx(losses[0], rel=1e-4)

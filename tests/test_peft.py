@@ -16,7 +16,9 @@ def adapted_modules(model, config):
         adapted = get_peft_model(model, config)
     except ValueError as error:
         return str(error)
-    return {name: type(adapted.base_model.model.get_submodule(name)).__name__ for name in adapted.targeted_module_names}
+    return {
+        name: type(adapted.base_model.model.get_submodule(name)).__name__ for name in adapted.targeted_module_names
+    }
 
 
 @pytest.mark.parametrize("family", FAMILIES)
