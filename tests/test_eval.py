@@ -274,7 +274,7 @@ def test_one_run_at_a_time(quick_eval, named_models, paper, tmp_path, capsys, ru
     (model,) = named_models("right")
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
     code = (
-        "import sys, filelock; (lock := filelock.FileLock(sys.argv[1])).acquire(); print('held', flush=True); input()"
+        "import sys, filelock; (lock := filelock.FileLock(sys.argv[1])).acquire(); print('held', flush=1); input()"
     )
     command = [sys.executable, "-c", code, str(out / "models/.lock")]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
