@@ -457,7 +457,6 @@ def run_and_save(
         finished = run_benchmark(benchmark, tasks, cached, options)
         if finished is None:
             return
-        result.check_unchanged()
         if not keep_samples:
             finished = replace(finished, samples=[without_texts(sample) for sample in finished.samples])
         result.save(benchmark, finished)
