@@ -413,6 +413,9 @@ def test_command_line(checkpoints, paper, tmp_path, monkeypatch, capsys, run_att
     shutil.copytree(trained, tmp_path / "unknown")
     assert run_attnres("card", tmp_path / "unknown", "--evaluation", "out") == 1
     assert "holds no evaluation of `unknown`, only of base, trained" in " ".join(capsys.readouterr().err.split())
+    shutil.copyfile(checkpoints / "base/model.safetensors", trained / "model.safetensors")
+    assert run_attnres("card", trained, "--evaluation", "out") == 1
+    assert "an evaluation of another `trained`: its files have changed" in " ".join(capsys.readouterr().err.split())
     # a row that is skipped shows in the exit code
     assert run_attnres(*arguments[:3], "-o", "out2", "--suite", "core", "--data-root", paper[0] / "Rowan") == 3
     assert "HumanEval: it runs generated code; `--allow-code-execution` allows that" in capsys.readouterr().out
