@@ -13,8 +13,6 @@
 # limitations under the License.
 """Output files that are there in full or not at all: written beside, then renamed."""
 
-import contextlib
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -26,20 +24,12 @@ if TYPE_CHECKING:
 def write_file(path: Path, content: str | bytes):
     """Write a file, text as UTF-8, in place of what may be there; its folder is made."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with _whole(path) as unfinished:
-        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
-
-
-@contextlib.contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A hidden file beside `path` to write to. It takes the place of `path` when all went well, or it is removed."""
     unfinished = path.with_name(f".{path.name}.unfinished")
     try:
-        yield unfinished
+        unfinished.write_bytes(content.encode() if isinstance(content, str) else content)
         unfinished.replace(path)
-    except BaseException:  # an interruption as well
+    finally:
         unfinished.unlink(missing_ok=True)
-        raise
 
 
 def write_figure(figure: "Figure", stem: Path) -> list[Path]:
@@ -47,7 +37,11 @@ def write_figure(figure: "Figure", stem: Path) -> list[Path]:
     paths = []
     for suffix, metadata in ((".png", None), (".svg", {"Date": None})):
         path = stem.with_name(stem.name + suffix)
-        with _whole(path) as unfinished:
+        unfinished = path.with_name(f".{path.name}.unfinished")
+        try:
             figure.savefig(unfinished, format=suffix[1:], dpi=150, metadata=metadata, bbox_inches="tight")
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
         paths.append(path)
     return paths

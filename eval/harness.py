@@ -249,7 +249,7 @@ def load_tasks(benchmark: Benchmark, manager: TaskManager) -> list:
 
 
 def prepare_tasks(benchmark: Benchmark, tasks: list, options: EvalOptions):
-    """Set what a benchmark and the options ask for in place of the tasks' own settings."""
+    """Set what a benchmark and the options ask for, and the examples to the same for every model."""
     max_gen_toks = options.max_gen_toks or benchmark.max_gen_toks
     for task in tasks:
         if max_gen_toks is not None and task.OUTPUT_TYPE == "generate_until":
@@ -423,7 +423,6 @@ def run(
                 if benchmark.name not in loaded and benchmark.name not in skipped:
                     try:
                         loaded[benchmark.name] = load_tasks(benchmark, manager)
-                        prepare_tasks(benchmark, loaded[benchmark.name], options)
                     except Unavailable as error:
                         skipped[benchmark.name] = str(error)
                 if benchmark.name not in skipped:
@@ -452,12 +451,12 @@ def run_and_save(
     keep_samples: bool,
 ):
     """One model on one benchmark, up to its files."""
+    prepare_tasks(benchmark, tasks, options)
     check_room(tasks, lm)
     with result.resumable(benchmark, lm, facts) as cached:
         finished = run_benchmark(benchmark, tasks, cached, options)
         if finished is None:
             return
-        result.check_unchanged()
         if not keep_samples:
             finished = replace(finished, samples=[without_texts(sample) for sample in finished.samples])
         result.save(benchmark, finished)

@@ -204,21 +204,26 @@ def write(results: dict[str, Any], output: Path) -> list[Path]:
     return [output / "results.json", output / "table.md", *forest_plot(results, output)]
 
 
-def model_index(folder: Path, name: str) -> list[EvalResult]:
+def model_index(folder: Path, name: str, fingerprint: str) -> list[EvalResult]:
     """What the Hub shows of an evaluation beside a model: one entry for each benchmark, in percent.
 
     Args:
         folder: of `attnres eval`.
         name: of the model there.
+        fingerprint: of its folder.
 
     Raises:
-        ValueError: if that model was not evaluated.
+        ValueError: if that model was not evaluated, or another one of its name.
     """
     results = read(folder)
     names = [model["name"] for model in results["models"]]
     if name not in names:
         raise ValueError(f"`{folder}` holds no evaluation of `{name}`, only of {', '.join(names)}.")
     index = names.index(name)
+    if results["models"][index]["identity"]["model"].get("fingerprint") != fingerprint:
+        raise ValueError(
+            f"`{folder}` holds an evaluation of another `{name}`: its files have changed. Evaluate it again."
+        )
     return [
         EvalResult(
             task_type="text-generation",

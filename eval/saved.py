@@ -119,7 +119,7 @@ class ModelResults:
         """Raise an `OSError` if the checkpoint is not the one any more that was fingerprinted."""
         now = self.model.fingerprint()
         if any(self.identity[name] != value for name, value in now.items()):
-            raise OSError(f"`{self.model.path}` has changed while it was evaluated. Run again when it is written.")
+            raise OSError(f"`{self.model.path}` changed while it was loaded. Run again when nothing writes to it.")
 
     def _paths(self, benchmark: "Benchmark") -> tuple[Path, Path]:
         stem = re.sub(r"[^\w.+-]", "_", benchmark.name) + "-" + _sha256(asdict(benchmark))[:8]

@@ -137,7 +137,7 @@ def write_model_card(
         from ..eval.report import model_index
 
         title = (repo_id or Path(folder).absolute().name).split("/")[-1]
-        results = model_index(Path(evaluation), Path(folder).absolute().name)
+        results = model_index(Path(evaluation), Path(folder).absolute().name, checkpoint_fingerprint(folder))
         base_metadata = {**(base_metadata or {}), "model-index": eval_results_to_model_index(title, results)}
         (Path(folder) / "evaluation").mkdir(exist_ok=True)
         for name in ("table.md", "differences.png"):

@@ -225,8 +225,6 @@ def answer_in_words(task, doc):
         return f"It is one more. The final answer is {doc['answer'].split('#### ')[1]}"
     if task == "humaneval_instruct":  # the prompt ends with the head of the function
         return doc["canonical_solution"] + "```\nThis adds."
-    if task == "mbpp_instruct":
-        return doc["code"] + "\n```\nThis adds."
     if task.startswith("mmlu_pro"):
         return f"The answer is ({doc['answer']})."
     if task.startswith("bbh"):

@@ -15,6 +15,7 @@ import pytest
 import yaml
 from benchmark_data import Answerer, tasks_without_data, write_data_root
 from huggingface_hub import ModelCard
+from loopback_hub import LoopbackHub
 from peft import LoraConfig, get_peft_model
 from tiny_models import convert, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM
@@ -272,9 +273,7 @@ def test_one_run_at_a_time(quick_eval, named_models, paper, tmp_path, capsys, ru
     quick_eval("right")
     (model,) = named_models("right")
     before = {path: path.stat().st_mtime_ns for path in out.rglob("*") if path.is_file()}
-    code = (
-        "import sys, filelock; (lock := filelock.FileLock(sys.argv[1])).acquire(); print('held', flush=True); input()"
-    )
+    code = "import sys, filelock; (lock := filelock.FileLock(sys.argv[1])).acquire(); print('held', flush=1); input()"
     command = [sys.executable, "-c", code, str(out / "models/.lock")]
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
@@ -294,7 +293,7 @@ def test_a_checkpoint_that_changes_before_it_is_loaded(quick_eval, tmp_path):
     def make_model(model, *args):
         (Path(model.path) / "config.json").write_text('{"name": "another"}')
 
-    with pytest.raises(OSError, match="right` has changed while it was evaluated"):
+    with pytest.raises(OSError, match="right` changed while it was loaded"):
         quick_eval("right", make_model=make_model)
     assert not list((tmp_path / "out/models").glob("*/*"))
 
@@ -413,6 +412,9 @@ def test_command_line(checkpoints, paper, tmp_path, monkeypatch, capsys, run_att
     shutil.copytree(trained, tmp_path / "unknown")
     assert run_attnres("card", tmp_path / "unknown", "--evaluation", "out") == 1
     assert "holds no evaluation of `unknown`, only of base, trained" in " ".join(capsys.readouterr().err.split())
+    shutil.copyfile(checkpoints / "base/model.safetensors", trained / "model.safetensors")
+    assert run_attnres("card", trained, "--evaluation", "out") == 1
+    assert "an evaluation of another `trained`: its files have changed" in " ".join(capsys.readouterr().err.split())
     # a row that is skipped shows in the exit code
     assert run_attnres(*arguments[:3], "-o", "out2", "--suite", "core", "--data-root", paper[0] / "Rowan") == 3
     assert "HumanEval: it runs generated code; `--allow-code-execution` allows that" in capsys.readouterr().out
@@ -591,6 +593,55 @@ def test_what_produced_a_row(checkpoints, paper, tmp_path, capsys, run_attnres):
     assert run_attnres(*arguments, "--max-gen-toks", 10**6, "-o", tmp_path / "large") == 3
     printed = " ".join(capsys.readouterr().out.split())
     assert "Skipped gsm8k_cot: its answers may have 1000000 tokens, and a model takes" in printed
+
+
+MOVING = """
+import sys
+import torch
+from huggingface_hub import HfApi
+from safetensors.torch import load_file
+from attnres.eval.harness import EvalModel, EvalOptions, load_model
+
+folders = {"model": sys.argv[1:3], "adapter": sys.argv[3:5]}
+api, commits = HfApi(), {}
+for name, (first, _) in folders.items():
+    api.create_repo(f"tester/{name}")
+    commits[name] = api.upload_folder(repo_id=f"tester/{name}", folder_path=first).oid
+model = EvalModel("tester/model", peft="tester/adapter").resolved()
+for name, (_, second) in folders.items():  # the branches move on
+    api.upload_folder(repo_id=f"tester/{name}", folder_path=second)
+assert model.fingerprint() == {kind: {"id": f"tester/{name}", "commit": commits[name]}
+    for kind, name in (("model", "model"), ("peft", "adapter"))}
+assert EvalModel("tester/model").resolved().revision != commits["model"]
+loaded = load_model(model, EvalOptions(), "cpu", 1).model.state_dict()
+for weights in (load_file(f"{sys.argv[1]}/model.safetensors"), load_file(f"{sys.argv[3]}/adapter_model.safetensors")):
+    for name, value in weights.items():
+        ours = [other for other in loaded if other.replace(".default", "").replace(".base_layer", "").endswith(name)]
+        assert any(torch.equal(loaded[other], value) for other in ours), (name, ours)
+for wrong, kwargs in (("tester/nowhere", {}), ("tester/model", {"peft": "tester/model"})):
+    try:
+        EvalModel(wrong, **kwargs).resolved()
+    except OSError as error:
+        print(error)
+"""
+
+
+def test_what_is_recorded_of_the_hub_is_what_is_loaded(checkpoints, tmp_path):
+    """Though the branches of model and adapter move between that and the loading."""
+    for i in range(2):
+        model = tiny_base_model("llama", vocab_size=400, seed=i)
+        model.save_pretrained(tmp_path / f"model{i}")
+        config = LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", init_lora_weights=False)
+        get_peft_model(model, config).save_pretrained(tmp_path / f"adapter{i}")
+        for path in checkpoints.glob("base/tokenizer*"):
+            shutil.copy(path, tmp_path / f"model{i}")
+    folders = [tmp_path / f"{kind}{i}" for kind in ("model", "adapter") for i in range(2)]
+    with LoopbackHub(tmp_path / "hub") as hub:
+        command = [sys.executable, "-c", MOVING, *map(str, folders)]
+        result = subprocess.run(command, capture_output=True, text=True, env={**os.environ, **hub.env()})
+    assert result.returncode == 0, result.stderr
+    assert "There is no folder and no Hub repository `tester/nowhere`" in result.stdout
+    assert "`tester/model` holds no adapter_config.json" in result.stdout
 
 
 def test_two_processes(checkpoints, paper, tmp_path):
