@@ -73,6 +73,7 @@ def render_model_card(
     evaluation: str | None = None,
     figures: list[Path] | None = None,
     differences: bool = False,
+    training: dict[str, Any] | None = None,
 ) -> ModelCard:
     """The card of an AttnRes model.
 
@@ -84,6 +85,7 @@ def render_model_card(
         evaluation: a table, as Markdown.
         figures: paths of pictures relative to the card.
         differences: whether there is a plot of the evaluation.
+        training: of a fine-tuned model `base`, `mode`, `dataset`, `steps`, and the held-out loss `before` and `after`.
     """
     metadata = {
         **code_metadata(),
@@ -112,7 +114,26 @@ def render_model_card(
         evaluation=evaluation,
         figures=figures,
         differences=differences,
+        training=training,
     )
+
+
+def write_adapter_card(
+    folder: str | Path, *, repo_id: str, metadata: dict[str, Any], training: dict[str, Any]
+) -> Path:
+    """Write `README.md` of a PEFT adapter in a folder; arguments as for `render_model_card`."""
+    metadata = {"library_name": "peft", "pipeline_tag": "text-generation", **metadata}
+    metadata["tags"] = [training["mode"], "attnres", "attention-residuals"]
+    card = ModelCard.from_template(
+        ModelCardData(**metadata),
+        template_str=resources.files(__package__).joinpath("adapter.md.jinja").read_text(encoding="utf-8"),
+        title=repo_id.split("/")[-1],
+        repo_id=repo_id,
+        training=training,
+    )
+    path = Path(folder) / "README.md"
+    card.save(path)
+    return path
 
 
 def write_model_card(
@@ -121,6 +142,7 @@ def write_model_card(
     base_metadata: dict[str, Any] | None = None,
     repo_id: str | None = None,
     evaluation: str | Path | None = None,
+    training: dict[str, Any] | None = None,
 ) -> Path:
     """Write `README.md` of the AttnRes checkpoint in a folder; other arguments and errors as for `model_card`.
 
@@ -137,14 +159,18 @@ def write_model_card(
         for name in ("table.md", "differences.png"):
             if (Path(evaluation) / name).exists():
                 shutil.copyfile(Path(evaluation) / name, Path(folder) / "evaluation" / name)
-    card = model_card(folder, base_metadata=base_metadata, repo_id=repo_id)
+    card = model_card(folder, base_metadata=base_metadata, repo_id=repo_id, training=training)
     path = Path(folder) / "README.md"
     card.save(path)
     return path
 
 
 def model_card(
-    folder: str | Path, *, base_metadata: dict[str, Any] | None = None, repo_id: str | None = None
+    folder: str | Path,
+    *,
+    base_metadata: dict[str, Any] | None = None,
+    repo_id: str | None = None,
+    training: dict[str, Any] | None = None,
 ) -> ModelCard:
     """The card of the AttnRes checkpoint in a folder, from its config, queries, reports and figures.
 
@@ -154,6 +180,7 @@ def model_card(
     Args:
         base_metadata: entries to add, such as `base_model` and `license`.
         repo_id: what to load the model by in the examples; by default the name of the folder.
+        training: as for `render_model_card`.
 
     Raises:
         ValueError, OSError: if the folder holds no whole AttnRes checkpoint.
@@ -188,6 +215,7 @@ def model_card(
             path.relative_to(folder) for part in ("depth", "figures") for path in folder.glob(f"{part}/*.png")
         ),
         differences=(folder / "evaluation/differences.png").exists(),
+        training=training,
     )
 
 
