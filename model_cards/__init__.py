@@ -121,9 +121,12 @@ def render_model_card(
 def write_adapter_card(
     folder: str | Path, *, repo_id: str, metadata: dict[str, Any], training: dict[str, Any]
 ) -> Path:
-    """Write `README.md` of a PEFT adapter in a folder; arguments as for `render_model_card`."""
-    metadata = {"library_name": "peft", "pipeline_tag": "text-generation", **metadata}
-    metadata["tags"] = [training["mode"], "attnres", "attention-residuals"]
+    """Write `README.md` of a PEFT adapter in a folder.
+
+    Arguments as for `render_model_card`; `training` also has `has_queries`, whether the base is an AttnRes model.
+    """
+    tags = [training["mode"], *(("attnres", "attention-residuals") if training["has_queries"] else ())]
+    metadata = {"library_name": "peft", "pipeline_tag": "text-generation", **metadata, "tags": tags}
     card = ModelCard.from_template(
         ModelCardData(**metadata),
         template_str=resources.files(__package__).joinpath("adapter.md.jinja").read_text(encoding="utf-8"),

@@ -357,6 +357,7 @@ def write_card(trainer: AttnResTrainer, run: Run, folder: Path):
         base_model = (metadata_load(base_folder / "README.md") or {}).get("base_model")
     training = {
         "base": base_folder.name if base_folder.is_dir() else arguments.model,
+        "has_queries": run.model_config.model_type == "attnres",
         "mode": arguments.mode,
         "dataset": Path(arguments.dataset).name if Path(arguments.dataset).exists() else arguments.dataset,
         "steps": trainer.state.global_step,
