@@ -41,7 +41,7 @@ CASES = {
         **{"eval_strategy": "epoch", "save_steps": 1},
     },
     "lora-stopped-early": {
-        **{"mode": "lora", "lr_scheduler_type": "constant", "learning_rate": 3.0, "query_learning_rate": 0.3},
+        **{"mode": "lora", "lr_scheduler_type": "constant", "learning_rate": 0.3, "query_learning_rate": 0.3},
         **{"early_stopping_patience": 1, "max_steps": 20, "save_steps": 2, "eval_steps": 2, "save_total_limit": 1},
     },
     "full-plateau": {
