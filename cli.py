@@ -291,8 +291,9 @@ def finetune(
     try:
         _finetune(config, fields, show_batch)
     except KeyboardInterrupt:
-        again = "Nothing was trained." if show_batch else "Run the same command again, and it goes on."
-        fail(f"Interrupted. {again}", code=130)
+        again = "" if show_batch else " Run the same command again, and it goes on."
+        Console(stderr=True).print(f"\nInterrupted.{again}", highlight=False, soft_wrap=True)  # below a progress bar
+        sys.exit(130)
 
 
 def _finetune(config: Path, fields: list[str] | None, show_batch: bool):
@@ -485,10 +486,10 @@ def main():
         fail(str(error))
 
 
-def fail(message: str, code: int = 1):
+def fail(message: str):
     # Not wrapped: a path in it can be copied
     Console(stderr=True).print(f"[bold red]Error:[/] {escape(message)}", highlight=False, soft_wrap=True)
-    sys.exit(code)
+    sys.exit(1)
 
 
 if __name__ == "__main__":

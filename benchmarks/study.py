@@ -484,8 +484,10 @@ def plot_differences(found, stem: Path) -> list[Path]:
         axis.axhline(0, color=COLOURS["prenorm"], linewidth=1)
         axis.set(title=title, xlabel="step", ylabel=f"held-out loss less that of {LABELS[arms[0]]}")
         axis.set_yscale("symlog", linthresh=0.02)
-        axis.set_yticks([-0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2])
-        axis.yaxis.set_major_formatter("{x:+g}")
+        low, high = axis.get_ylim()
+        ticks = [-0.2, -0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2]
+        axis.set_yticks([tick for tick in ticks if low <= tick <= high])  # others would stretch the axis
+        axis.yaxis.set_major_formatter(lambda tick, _: f"{tick:+g}" if tick else "0")
         axis.minorticks_off()
         axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2)
         axis.spines[["top", "right"]].set_visible(False)

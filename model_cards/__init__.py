@@ -77,6 +77,7 @@ def render_model_card(
     figures: list[Path] | None = None,
     inspection: dict[str, Any] | None = None,
     differences: bool = False,
+    training: dict[str, Any] | None = None,
 ) -> ModelCard:
     """The card of an AttnRes model.
 
@@ -89,6 +90,7 @@ def render_model_card(
         figures: paths of pictures relative to the card.
         inspection: what they were drawn from, see `_inspection`.
         differences: whether there is a plot of the evaluation.
+        training: of a fine-tuned model `base`, `mode`, `dataset`, `steps`, and the held-out loss `before` and `after`.
     """
     metadata = {
         **code_metadata(),
@@ -118,7 +120,29 @@ def render_model_card(
         figures=figures,
         inspection=inspection,
         differences=differences,
+        training=training,
     )
+
+
+def write_adapter_card(
+    folder: str | Path, *, repo_id: str, metadata: dict[str, Any], training: dict[str, Any]
+) -> Path:
+    """Write `README.md` of a PEFT adapter in a folder.
+
+    Arguments as for `render_model_card`; `training` also has `has_queries`, whether the base is an AttnRes model.
+    """
+    tags = [training["mode"], *(("attnres", "attention-residuals") if training["has_queries"] else ())]
+    metadata = {"library_name": "peft", "pipeline_tag": "text-generation", **metadata, "tags": tags}
+    card = ModelCard.from_template(
+        ModelCardData(**metadata),
+        template_str=resources.files(__package__).joinpath("adapter.md.jinja").read_text(encoding="utf-8"),
+        title=repo_id.split("/")[-1],
+        repo_id=repo_id,
+        training=training,
+    )
+    path = Path(folder) / "README.md"
+    card.save(path)
+    return path
 
 
 def write_model_card(
@@ -127,6 +151,7 @@ def write_model_card(
     base_metadata: dict[str, Any] | None = None,
     repo_id: str | None = None,
     evaluation: str | Path | None = None,
+    training: dict[str, Any] | None = None,
 ) -> Path:
     """Write `README.md` of the AttnRes checkpoint in a folder; other arguments and errors as for `model_card`.
 
@@ -143,14 +168,18 @@ def write_model_card(
         for name in ("table.md", "differences.png"):
             if (Path(evaluation) / name).exists():
                 shutil.copyfile(Path(evaluation) / name, Path(folder) / "evaluation" / name)
-    card = model_card(folder, base_metadata=base_metadata, repo_id=repo_id)
+    card = model_card(folder, base_metadata=base_metadata, repo_id=repo_id, training=training)
     path = Path(folder) / "README.md"
     write_file(path, str(card))
     return path
 
 
 def model_card(
-    folder: str | Path, *, base_metadata: dict[str, Any] | None = None, repo_id: str | None = None
+    folder: str | Path,
+    *,
+    base_metadata: dict[str, Any] | None = None,
+    repo_id: str | None = None,
+    training: dict[str, Any] | None = None,
 ) -> ModelCard:
     """The card of the AttnRes checkpoint in a folder, from its config, queries, reports and figures.
 
@@ -160,6 +189,7 @@ def model_card(
     Args:
         base_metadata: entries to add, such as `base_model` and `license`.
         repo_id: what to load the model by in the examples; by default the name of the folder.
+        training: as for `render_model_card`.
 
     Raises:
         ValueError, OSError: if the folder holds no whole AttnRes checkpoint.
@@ -195,6 +225,7 @@ def model_card(
         ),
         inspection=_inspection(folder),
         differences=(folder / "evaluation/differences.png").exists(),
+        training=training,
     )
 
 

@@ -42,7 +42,7 @@ CASES = {
     },
     "lora-stopped-early": {
         **{"mode": "lora", "lr_scheduler_type": "constant", "learning_rate": 0.3, "query_learning_rate": 0.3},
-        **{"early_stopping_patience": 2, "max_steps": 20, "save_steps": 2, "eval_steps": 2, "save_total_limit": 1},
+        **{"early_stopping_patience": 1, "max_steps": 20, "save_steps": 2, "eval_steps": 2, "save_total_limit": 1},
     },
     "full-plateau": {
         **{"mode": "full", "lr_scheduler_type": "reduce_lr_on_plateau", "max_steps": 8, "save_steps": 2},

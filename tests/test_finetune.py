@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import signal
 import subprocess
 import sys
@@ -90,12 +91,16 @@ def test_modes(folder, tmp_path, mode):
     assert len(sites) == config.num_sites - 1  # the first site has one source
     if mode == "full":
         model = AutoModelForCausalLM.from_pretrained(result.folder).eval()
-        assert (result.folder / "README.md").exists()
     else:
         model = AutoPeftModelForCausalLM.from_pretrained(result.folder).eval()
     if mode == "queries":
         assert result.trainable_parameters == config.num_sites * 2 * config.hidden_size
         assert (result.folder / "adapter_model.safetensors").stat().st_size < 1_000_000
+    card = (result.folder / "README.md").read_text()
+    assert "\n# out\n" in card and 'from_pretrained("out"' in card and "unfinished" not in card
+    assert f"(`mode: {mode}`) on text.jsonl for 12 steps" in " ".join(card.split())
+    assert f"from {result.losses[0]:.4f} to {result.losses[-1]:.4f}" in " ".join(card.split())
+    assert "More Information Needed" not in card and str(folder) not in card
     assert not list(result.folder.glob("*.bin")) and AutoTokenizer.from_pretrained(result.folder)
     assert model.config.use_cache in (None, True)
     # what was saved is what was evaluated
@@ -140,6 +145,81 @@ def test_killed_and_resumed(folder, tmp_path, mode):
     killed, whole = (load_file(tmp_path / name / "final" / file) for name in ("killed", "whole"))
     assert killed.keys() == whole.keys()
     assert all(torch.equal(killed[name], whole[name]) for name in whole)
+
+
+def test_a_finished_run_is_finished(folder, tmp_path):
+    """Killed between its last checkpoint and `final`, it trains no more."""
+    for mode in ("queries", "full"):
+        config = fields(folder, tmp_path / mode, mode=mode, max_steps=6, lr_scheduler_type="constant")
+        first = finetune(config)
+        weights = {path.name: path.read_bytes() for path in first.folder.glob("*.safetensors")}
+        shutil.rmtree(first.folder)
+        (tmp_path / mode / ".final.unfinished").mkdir()
+        second = finetune(config)
+        assert weights == {path.name: path.read_bytes() for path in second.folder.glob("*.safetensors")} and weights
+        assert second.losses == first.losses and second.history[-1]["step"] == 6
+
+
+def test_early_stopping_goes_on_where_it_was(folder, tmp_path):
+    """Stopped early, a run is finished too, and the model that is kept is the one whose loss is told."""
+    stopping = {"early_stopping_patience": 1, "learning_rate": 3.0, "max_steps": 60, "eval_steps": 3}
+    config = fields(folder, tmp_path / "out", mode="lora", **stopping)
+    first = finetune(config)
+    shutil.rmtree(first.folder)
+    second = finetune(config)
+    assert second.losses == first.losses and len(first.losses) < 10
+    best = min(first.losses[1:-1])  # the loss of the start is of no checkpoint
+    assert first.losses[-1] == best
+
+
+def killed_runs(folder, *arguments):
+    script = Path(__file__).with_name("killed_runs.py")
+    result = subprocess.run([sys.executable, script, folder, *arguments], capture_output=True, text=True)
+    assert result.returncode == 0, result.stdout + result.stderr
+    assert "all weights bit-identical" in result.stdout
+
+
+def test_kills_at_random_moments(tmp_path):
+    killed_runs(tmp_path, "--kills", "2", "--cases", "queries-constant")
+
+
+@pytest.mark.slow
+def test_kills_of_every_mode_and_schedule(tmp_path):
+    killed_runs(tmp_path, "--kills", "10")
+
+
+@pytest.mark.parametrize("moment", ["start", "training", "saving"])
+def test_interrupted(folder, tmp_path, moment):
+    """SIGINT: one line, no traceback, exit code 130, and the run goes on when it is started again."""
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(fields(folder, tmp_path / "out", max_steps=30, save_steps=1)))
+    script = tmp_path / "interrupted.py"  # the program, with a signal from within at the moment
+    hooks = {
+        "start": "attnres.training.finetune.prepare",
+        "training": "attnres.training.AttnResTrainer.training_step",
+        "saving": "attnres.training.AttnResTrainer._save_rng_state",
+    }
+    target, _, name = hooks[moment].rpartition(".")
+    script.write_text(
+        "import importlib, os, pkgutil, signal, sys\n"
+        "import attnres.training\n"
+        "from attnres.cli import main\n"
+        f"target = {'sys.modules[' + repr(target) + ']' if moment == 'start' else target}\n"
+        f"original = target.{name}\n"
+        "def interrupt(*args, **kwargs):\n"
+        "    os.kill(os.getpid(), signal.SIGINT)\n"
+        "    return original(*args, **kwargs)\n"
+        f"target.{name} = interrupt\n"
+        "main()\n"
+    )
+    arguments = ["finetune", str(tmp_path / "run.yaml"), "disable_tqdm=true"]
+    result = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
+    assert result.returncode == 130, result.stderr
+    assert "Traceback" not in result.stderr
+    assert result.stderr.splitlines()[-1] == "Interrupted. Run the same command again, and it goes on."
+    assert not (tmp_path / "out/final").exists()
+    if moment == "saving":
+        assert (tmp_path / "out/checkpoint-1").exists()  # not whole
+        assert finetune(yaml.safe_load((tmp_path / "run.yaml").read_text())).history[-1]["step"] == 30
 
 
 def test_two_processes_match_one(folder, tmp_path):

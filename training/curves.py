@@ -13,6 +13,7 @@
 # limitations under the License.
 """Loss curves and what the depth queries did meanwhile, drawn from the log history of a `Trainer`."""
 
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,9 @@ import matplotlib
 
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
+from matplotlib.axes import Axes  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
+from matplotlib.ticker import MaxNLocator  # noqa: E402
 
 from ..outputs import write_figure
 
@@ -41,27 +45,37 @@ def plot_curves(histories: dict[str, list[dict[str, Any]]], stem: Path, title: s
     Returns:
         The paths of a PNG and an SVG.
     """
-    has_depth = any("depth_entropy" in entry for history in histories.values() for entry in history)
-    figure, axes = plt.subplots(1, 2 if has_depth else 1, figsize=(9 if has_depth else 5.5, 3.6), squeeze=False)
-    for (name, history), colour in zip(histories.items(), COLOURS):
-        steps, losses = curve(history, "loss")
-        axes[0, 0].plot(steps, losses, color=colour, alpha=0.4, linewidth=1)
-        steps, losses = curve(history, "eval_loss")
-        axes[0, 0].plot(steps, losses, color=colour, marker="o", markersize=3, label=name)
-        if has_depth:
-            steps, entropies = curve(history, "depth_entropy")
-            if steps:
-                axes[0, 1].plot(steps, entropies, color=colour, label=name)
-    axes[0, 0].set(xlabel="step", ylabel="loss", title="held out (dots) and in training (pale)")
-    axes[0, 0].legend(frameon=False)
-    if has_depth:
-        axes[0, 1].set(xlabel="step", ylabel="entropy / its maximum", title="depth weights: 1 is uniform, as PreNorm")
-        axes[0, 1].legend(frameon=False)
-    for axis in axes.flat:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
-    figure.suptitle(title)
-    figure.tight_layout()
+    figure = draw_curves(histories, title)
     paths = write_figure(figure, stem)
     plt.close(figure)
     return paths
+
+
+def draw_curves(histories: dict[str, list[dict[str, Any]]], title: str) -> Figure:
+    has_depth = any("depth_entropy" in entry for history in histories.values() for entry in history)
+    columns = 2 if has_depth else 1
+    figure, axes = plt.subplots(1, columns, figsize=(4.5 * columns, 3.8), squeeze=False, layout="constrained")
+    for (name, history), colour in zip(histories.items(), cycle(COLOURS)):
+        draw(axes[0, 0], *curve(history, "loss"), color=colour, alpha=0.4, linewidth=1)
+        draw(axes[0, 0], *curve(history, "eval_loss"), color=colour, marker="o", markersize=3, label=name)
+        if has_depth:
+            draw(axes[0, 1], *curve(history, "depth_entropy"), color=colour)
+    axes[0, 0].set(xlabel="step", ylabel="loss", title="held out (dots) and in training (pale)")
+    if has_depth:
+        axes[0, 1].set(xlabel="step", ylabel="entropy / its maximum", title="depth weights: 1 is uniform, as PreNorm")
+        # Zoomed in on the last thousandth, nothing would look like a lot
+        axes[0, 1].set_ylim(min(0.9, axes[0, 1].get_ylim()[0]), 1.005)
+    for axis in axes.flat:
+        axis.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1))
+        axis.ticklabel_format(style="plain", useOffset=False)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    if len(histories) > 1:
+        figure.legend(loc="outside lower center", ncols=4, frameon=False)
+    figure.suptitle(title)
+    return figure
+
+
+def draw(axis: Axes, steps: list[int], values: list[float], **style: Any):
+    """A line; of a single value, a dot."""
+    axis.plot(steps, values, **({"marker": "o", "markersize": 3} if len(steps) == 1 else {}) | style)

@@ -25,6 +25,7 @@ from typing import Any
 import torch
 import yaml
 from datasets import Dataset
+from huggingface_hub.repocard import metadata_load
 from peft import get_peft_model, prepare_model_for_kbit_training
 from rich.text import Text
 from transformers import (
@@ -39,7 +40,7 @@ from transformers import (
 )
 
 from ..inspection.callback import DepthMapCallback
-from ..model_cards import write_model_card
+from ..model_cards import inherited_metadata, write_adapter_card, write_model_card
 from ..outputs import write_file
 from . import data
 from .config import (
@@ -80,8 +81,12 @@ class FinetuneResult:
     @property
     def losses(self) -> list[float]:
         """Held-out losses, from before the first step to that of the model which is kept."""
-        names = ("eval_loss", "final_loss")
-        return [entry[name] for entry in self.history for name in names if name in entry]
+        return held_out_losses(self.history)
+
+
+def held_out_losses(history: list[dict[str, Any]]) -> list[float]:
+    names = ("eval_loss", "final_loss")
+    return [entry[name] for entry in history for name in names if name in entry]
 
 
 def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> FinetuneResult:
@@ -342,10 +347,31 @@ def save_final(trainer: AttnResTrainer, run: Run, output: Path) -> Path:
     trainer.accelerator.wait_for_everyone()
     if main:
         (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle; finetune.yaml says the same
-        arguments = run.arguments
-        if arguments.mode == "full" and trainer.model.config.model_type == "attnres":
-            base = arguments.model if not Path(arguments.model).exists() else None
-            write_model_card(unfinished, base_metadata={"base_model": base} if base else None)
+        write_card(trainer, run, unfinished)
         unfinished.rename(final)
     trainer.accelerator.wait_for_everyone()
     return final
+
+
+def write_card(trainer: AttnResTrainer, run: Run, folder: Path):
+    """The card of a model or an adapter, named like the repository it goes to, or like `output_dir`."""
+    arguments, losses = run.arguments, held_out_losses(trainer.state.log_history)
+    base_folder = Path(arguments.model)
+    base_model = None if base_folder.is_dir() else arguments.model
+    if base_model is None and (base_folder / "README.md").exists():
+        base_model = (metadata_load(base_folder / "README.md") or {}).get("base_model")
+    training = {
+        "base": base_folder.name if base_folder.is_dir() else arguments.model,
+        "has_queries": run.model_config.model_type == "attnres",
+        "mode": arguments.mode,
+        "dataset": Path(arguments.dataset).name if Path(arguments.dataset).exists() else arguments.dataset,
+        "steps": trainer.state.global_step,
+        "before": losses[0] if losses else None,
+        "after": losses[-1] if losses else None,
+    }
+    repo_id = run.training.hub_model_id or Path(arguments.output_dir).absolute().name
+    metadata = inherited_metadata(base_folder / "README.md", base_model)
+    if arguments.mode != "full":
+        write_adapter_card(folder, repo_id=repo_id, metadata=metadata, training=training)
+    elif run.model_config.model_type == "attnres":
+        write_model_card(folder, repo_id=repo_id, base_metadata=metadata, training=training)
