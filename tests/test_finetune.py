@@ -143,7 +143,7 @@ def test_killed_and_resumed(folder, tmp_path, mode):
 
 def test_two_processes_match_one(folder, tmp_path):
     """DDP, and FSDP2 sharded at load: the loss curve of one process."""
-    base = fields(folder, tmp_path / "one", save_strategy="no")
+    base = fields(folder, tmp_path / "one", save_strategy="no", query_learning_rate="auto")
     one = finetune(base)
     losses = {entry["step"]: entry["loss"] for entry in one.history if "loss" in entry}
     for name, extra in (("ddp", {}), ("fsdp", {"fsdp_size": 2})):
@@ -156,6 +156,7 @@ def test_two_processes_match_one(folder, tmp_path):
         assert result.returncode == 0, result.stderr[-3000:]
         assert result.stdout.count("Held-out loss") == 1
         history = json.loads((tmp_path / name / "history.json").read_text())
+        assert [e["query_learning_rate"] for e in history if "query_learning_rate" in e] == [one.query_learning_rate]
         assert {e["step"]: e["loss"] for e in history if "loss" in e} == pytest.approx(losses, abs=1e-4)
         tensors, expected = (load_file(tmp_path / kind / "final/model.safetensors") for kind in (name, "one"))
         assert tensors.keys() == expected.keys()

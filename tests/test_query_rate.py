@@ -110,7 +110,6 @@ def test_it_lowers_the_held_out_loss(folder, tmp_path):
     line = next(entry for entry in result.history if "query_learning_rate" in entry)
     losses = {float(key.split("/")[1]): loss for key, loss in line.items() if key.startswith("query_rate_loss/")}
     assert losses[result.query_learning_rate] < losses[0]
-    assert "hardly moved" not in (result.explanation or "")
 
 
 def test_a_resumed_run_keeps_its_rate(folder, tmp_path, monkeypatch):

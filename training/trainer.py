@@ -93,15 +93,16 @@ class AttnResTrainer(Trainer):
             for parameter in queries:
                 # The key norm is a factor of the query: to decay it as well would be to decay twice
                 decay = args.query_weight_decay if names[id(parameter)].endswith(".query") else 0.0
-                group = {"params": [parameter], "lr": lr, "weight_decay": decay, "depth_queries": True}
-                self.optimizer.add_param_group(group)
+                self.optimizer.add_param_group({"params": [parameter], "lr": lr, "weight_decay": decay})
             self.optimizer.param_groups[:] = [group for group in self.optimizer.param_groups if group["params"]]
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         # The model lies where it trains, and what a checkpoint says of the run is read
-        groups = [group for group in (optimizer or self.optimizer).param_groups if group.get("depth_queries")]
-        if groups and self.args.query_learning_rate == AUTO:
+        queries = {id(p) for name, p in self.model.named_parameters() if ".depth_queries." in f".{name}"}
+        groups = (optimizer or self.optimizer).param_groups
+        groups = [group for group in groups if all(id(parameter) in queries for parameter in group["params"])]
+        if groups and getattr(self.args, "query_learning_rate", None) == AUTO:
             self._measured = {}
             if self.logged_query_rate is None:
                 check_optimizer(self)
