@@ -31,7 +31,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class AttnResTrainingArguments(TrainingArguments):
-    """`TrainingArguments` and what the depth queries need. The defaults come from the study (see the README)."""
+    """`TrainingArguments` and what the depth queries need. The default decay comes from the study (see the README)."""
 
     query_learning_rate: float | str | None = field(
         default=AUTO,
@@ -72,7 +72,7 @@ class AttnResTrainer(Trainer):
         for loud, quiet in ((ProgressCallback, QuietProgressCallback), (PrinterCallback, QuietPrinterCallback)):
             if self.pop_callback(loud) is not None:
                 self.add_callback(quiet)
-        self.add_callback(_LogQueryRate(self))
+        self.add_callback(_BeginTraining(self))
         self.initial_queries = self.read_queries()
         self._observed = None
         self._measured: dict[str, float] = {}
@@ -171,14 +171,14 @@ class AttnResTrainer(Trainer):
         """Say once, in the process that talks, that the training does harm."""
         if risen is not None and not self._warned and self.is_world_process_zero():
             self._warned = True
-            logger.warning(f"{risen} (step {self.state.global_step}): {self.way_out()}")
+            logger.warning(f"{risen} (step {self.state.global_step}). Stop the run and {self.way_out()}")
 
     def way_out(self) -> str:
         """What to do against a loss that rises."""
-        rates = f"query_learning_rate (now {self.query_learning_rate:g})"
-        if any(p.requires_grad and ".depth_queries." not in f".{n}" for n, p in self.model.named_parameters()):
-            rates += f" and learning_rate (now {self.args.learning_rate:g})"
-        return f"stop and start again in another folder with a lower {rates}, a third of it or less."
+        trained = {".depth_queries." in f".{n}" for n, p in self.model.named_parameters() if p.requires_grad}
+        rates = [f"query_learning_rate (now {self.query_learning_rate:g})"] if True in trained else []
+        rates += [f"learning_rate (now {self.args.learning_rate:g})"] if False in trained else []
+        return f"start again in another folder with a lower {' and '.join(rates)}, a third of it or less."
 
     @torch.no_grad()
     def read_queries(self) -> torch.Tensor | None:
@@ -256,13 +256,14 @@ class AttnResTrainer(Trainer):
         )
 
 
-class _LogQueryRate(TrainerCallback):
-    """Logs what was measured as soon as the loggers listen."""
+class _BeginTraining(TrainerCallback):
+    """Logs what was measured as soon as the loggers listen, and forgets the losses of an earlier training."""
 
     def __init__(self, trainer: AttnResTrainer):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer._guard, self.trainer._warned = LossGuard(), False
         if self.trainer._measured and self.trainer.logged_query_rate is None:
             self.trainer.log(self.trainer._measured)
 
