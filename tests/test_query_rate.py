@@ -137,7 +137,7 @@ def make_trainer(folder, tmp_path, data, **kwargs):
     return AttnResTrainer(AutoModelForCausalLM.from_pretrained(folder / "model"), arguments, train_dataset=data)
 
 
-@pytest.mark.parametrize("rows", [1, 2, 40])
+@pytest.mark.parametrize("rows", [1, 40])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_any_amount_of_data_serves(folder, tmp_path, rows, streamed):
     """Streams, too, and what is measured does not depend on the state of the random numbers."""
@@ -161,7 +161,8 @@ def test_measuring_leaves_everything_as_it_was(folder, tmp_path):
     assert_equal(before, trainer.model.state_dict())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
-    assert [module.training for module in trainer.model.model.layers] == [True, False]
+    modes = [module.training for module in trainer.model.model.layers]
+    assert modes[0] and not any(modes[1:])
     torch.rand(3)
     second = measure_losses(trainer)
     assert first.keys() == second.keys() and all(torch.equal(first[rate], second[rate]) for rate in first)
