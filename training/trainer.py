@@ -239,11 +239,13 @@ class AttnResTrainer(Trainer):
         if self.initial_queries is None:
             return None
         moved = (self.read_queries() - self.initial_queries).norm(dim=-1).max().item()
-        # Keys have a norm of sqrt(hidden) and random directions: a query of norm 0.05 moves a score by about 0.05
-        if moved >= 0.05:
+        losses = [entry["eval_loss"] for entry in self.state.log_history if "eval_loss" in entry]
+        measured = getattr(self.args, "query_learning_rate", None) == AUTO
+        # Keys have a norm of sqrt(hidden) and random directions: a query of norm 0.05 moves a score by about 0.05. One
+        # that goes where the loss falls needs less, and a measured rate is as high as the loss bears
+        if moved >= 0.05 or (measured and losses and losses[-1] < losses[0]):
             return None
         lr, decay = self.query_learning_rate, getattr(self.args, "query_weight_decay", self.args.weight_decay)
-        measured = getattr(self.args, "query_learning_rate", None) == AUTO
         way_out = (
             f"Train longer (query_learning_rate was measured as {lr:g})"
             if measured
