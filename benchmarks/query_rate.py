@@ -112,7 +112,7 @@ def runs() -> list[dict]:
     default = [{"mode": mode, "learning_rate": lr} for mode, lr in LEARNING_RATES.items()]
     other_seeds = [{"mode": "queries", "learning_rate": None, "seed": seed} for seed in (1, 2)]
     constant = [{"mode": "queries", "learning_rate": None, "query_learning_rate": rate} for rate in CONSTANT_RATES]
-    return [{k: v for k, v in run.items() if v is not None} for run in default + other_seeds + constant]
+    return [{k: v for k, v in run.items() if v is not None} for run in default + constant + other_seeds]
 
 
 def measured_in(entry: dict[str, float]) -> dict:
@@ -149,7 +149,7 @@ def run(
                 result = finetune(fields)
             config = AutoConfig.from_pretrained(folder)
             found[name] = {
-                **{"model": folder.name, "width": config.hidden_size, "layers": config.num_hidden_layers, **changed},
+                **{"model": folder.name.removesuffix("-attn"), "width": config.hidden_size, "layers": config.num_hidden_layers, **changed},
                 **{"tokens_per_step": length * batch_size, "losses": result.losses},
                 **next((measured_in(entry) for entry in result.history if "query_learning_rate" in entry), {}),
             }
