@@ -149,7 +149,8 @@ def run(
                 result = finetune(fields)
             config = AutoConfig.from_pretrained(folder)
             found[name] = {
-                **{"model": folder.name.removesuffix("-attn"), "width": config.hidden_size, "layers": config.num_hidden_layers, **changed},
+                "model": folder.name.removesuffix("-attn"),
+                **{"width": config.hidden_size, "layers": config.num_hidden_layers, **changed},
                 **{"tokens_per_step": length * batch_size, "losses": result.losses},
                 **next((measured_in(entry) for entry in result.history if "query_learning_rate" in entry), {}),
             }
