@@ -112,7 +112,7 @@ def runs() -> list[dict]:
     default = [{"mode": mode, "learning_rate": lr} for mode, lr in LEARNING_RATES.items()]
     other_seeds = [{"mode": "queries", "learning_rate": None, "seed": seed} for seed in (1, 2)]
     constant = [{"mode": "queries", "learning_rate": None, "query_learning_rate": rate} for rate in CONSTANT_RATES]
-    return [{k: v for k, v in run.items() if v is not None} for run in default + other_seeds + constant]
+    return [{k: v for k, v in run.items() if v is not None} for run in default + constant + other_seeds]
 
 
 def measured_in(entry: dict[str, float]) -> dict:
@@ -149,7 +149,8 @@ def run(
                 result = finetune(fields)
             config = AutoConfig.from_pretrained(folder)
             found[name] = {
-                **{"model": folder.name, "width": config.hidden_size, "layers": config.num_hidden_layers, **changed},
+                "model": folder.name.removesuffix("-attn"),
+                **{"width": config.hidden_size, "layers": config.num_hidden_layers, **changed},
                 **{"tokens_per_step": length * batch_size, "losses": result.losses},
                 **next((measured_in(entry) for entry in result.history if "query_learning_rate" in entry), {}),
             }
@@ -162,38 +163,27 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures."
     """Write table.md anew, from the results alone."""
     found = list(json.loads((results / "results.json").read_text()).values())
     models = {entry["model"]: entry for entry in sorted(found, key=lambda entry: entry["width"])}
-    lines = ["# The measured learning rate of the depth queries", f"Held-out loss, before and after {STEPS} steps."]
-    lines += ["", "| model | width | layers | tokens a step | measured rate | queries | lora | full |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    lines = [
+        f"Held-out loss before and after {STEPS} steps with the default rates; the queries' rate as it was measured.",
+        "",
+        "| model | width | layers | tokens a step | measured rate | queries | lora | full |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
     for model, entry in models.items():
         default = [e for e in found if e["model"] == model and "query_learning_rate" not in e and "seed" not in e]
         losses = {e["mode"]: f"{e['losses'][0]:.4f} → {e['losses'][-1]:.4f}" for e in default}
-        cells = [losses.get(mode, "") for mode in LEARNING_RATES]
-        measured = sorted({e["measured"] for e in found if e["model"] == model and e["measured"]})
-        cells = [
-            model,
-            entry["width"],
-            entry["layers"],
-            entry["tokens_per_step"],
-            "–".join(f"{r:g}" for r in dict.fromkeys((measured[0], measured[-1]))),
-            *cells,
-        ]
-        lines.append("| " + " | ".join(map(str, cells)) + " |")
+        rates = sorted({e["measured"] for e in found if e["model"] == model and "measured" in e})
+        cells = [model, entry["width"], entry["layers"], entry["tokens_per_step"], ", ".join(f"{r:g}" for r in rates)]
+        cells += [losses.get(mode, "") for mode in LEARNING_RATES]
+        lines.append(f"| {' | '.join(map(str, cells))} |")
     lines += ["", "Queries alone at constant rates: change of the held-out loss.", ""]
-    lines += ["| model | " + " | ".join(f"{rate:g}" for rate in CONSTANT_RATES) + " |", "|---" * 7 + "|"]
+    lines += [f"| model | {' | '.join(f'{rate:g}' for rate in CONSTANT_RATES)} |", "|---" * 7 + "|"]
     for model in models:
-        changes = {
-            e["query_learning_rate"]: e["losses"][-1] - e["losses"][0]
-            for e in found
-            if e["model"] == model and "query_learning_rate" in e
-        }
+        runs = [e for e in found if e["model"] == model and "query_learning_rate" in e]
+        changes = {e["query_learning_rate"]: f"{e['losses'][-1] - e['losses'][0]:+.4f}" for e in runs}
         if changes:
-            lines.append(
-                f"| {model} | "
-                + " | ".join(f"{changes[r]:+.4f}" if r in changes else "" for r in CONSTANT_RATES)
-                + " |"
-            )
-    write_file(results / "table.md", "\n".join(lines) + "\n")
+            lines.append(f"| {model} | {' | '.join(changes.get(rate, '') for rate in CONSTANT_RATES)} |")
+    write_file(results / "table.md", "# The measured learning rate of the depth queries\n\n" + "\n".join(lines) + "\n")
     console.print("\n".join(lines), highlight=False)
 
 

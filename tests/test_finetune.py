@@ -224,19 +224,20 @@ def test_interrupted(folder, tmp_path, moment):
 
 def test_two_processes_match_one(folder, tmp_path):
     """DDP, and FSDP2 sharded at load: the loss curve of one process."""
-    base = fields(folder, tmp_path / "one", save_strategy="no")
+    base = fields(folder, tmp_path / "one", save_strategy="no", query_learning_rate="auto")
 
-    def curve_and_queries(output):
+    def rate_curve_and_queries(output):
         history = json.loads((output / "history.json").read_text())
+        rates = [entry["query_learning_rate"] for entry in history if "query_learning_rate" in entry]
         queries = load_file(output / "final/model.safetensors")["model.depth_queries.query"]
-        return torch.tensor([entry["loss"] for entry in history if "loss" in entry]), queries
+        return rates, torch.tensor([entry["loss"] for entry in history if "loss" in entry]), queries
 
     finetune(base)
-    expected = curve_and_queries(tmp_path / "one")
+    rate, *expected = rate_curve_and_queries(tmp_path / "one")
     # Adam makes much of small differences. How much, the same sums in another order tell, in one process
     halves = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 2}
     finetune({**base, **halves, "output_dir": str(tmp_path / "halves")})
-    moved = curve_and_queries(tmp_path / "halves")
+    _, *moved = rate_curve_and_queries(tmp_path / "halves")
     allowed = [FACTOR * (a - b).abs().max() + 1e-6 for a, b in zip(moved, expected)]
     assert allowed[0] < 1e-2 and allowed[1] < 2e-2, allowed  # of losses around 6, and of 12 steps of 1e-2
     for name, extra in (("ddp", {}), ("fsdp", {"fsdp_size": 2})):
@@ -248,7 +249,9 @@ def test_two_processes_match_one(folder, tmp_path):
         )
         assert result.returncode == 0, result.stderr[-3000:]
         assert result.stdout.count("Held-out loss") == 1
-        for actual, of_one, largest in zip(curve_and_queries(tmp_path / name), expected, allowed):
+        rate_of_two, *found = rate_curve_and_queries(tmp_path / name)
+        assert rate_of_two == rate
+        for actual, of_one, largest in zip(found, expected, allowed):
             assert (actual - of_one).abs().max() <= largest
         names = [load_file(tmp_path / kind / "final/model.safetensors").keys() for kind in (name, "one")]
         assert names[0] == names[1]

@@ -30,8 +30,9 @@ RATES = [float(f"{digit}e{exponent}") for exponent in range(-7, 1) for digit in 
 SMALLEST_MOVE, LARGEST_MOVE = 0.02, 1.0
 # The line is followed up to a rate that raises the loss by this part of it
 LARGEST_RISE = 0.02
-# Rows that the gradient is taken of (or those of one step, if they are more), and others to try the rates on
-GRADIENT_ROWS, LOSS_ROWS = 16, 16
+# The gradient is taken of the rows of one step, but of so many at least and at most; the rates are tried on others
+FEWEST_GRADIENT_ROWS, MOST_GRADIENT_ROWS = 16, 64
+LOSS_ROWS = 16
 
 
 def check_query_rate(value: float | str | None) -> float | str | None:
@@ -137,7 +138,8 @@ def draw_batches(trainer: "Trainer") -> tuple[list[dict[str, Any]], list[dict[st
     args = trainer.args
     loader = trainer.get_train_dataloader()  # for its data and collator; iterated over it would draw from the sampler
     size = trainer.state.train_batch_size or args.train_batch_size
-    gradient_rows = max(GRADIENT_ROWS, size * args.gradient_accumulation_steps * args.world_size)
+    step_rows = size * args.gradient_accumulation_steps * args.world_size
+    gradient_rows = min(max(FEWEST_GRADIENT_ROWS, step_rows), MOST_GRADIENT_ROWS)
     dataset, count = loader.dataset, gradient_rows + LOSS_ROWS
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         order = random.Random(args.seed).sample(range(len(dataset)), min(count, len(dataset)))

@@ -31,7 +31,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class AttnResTrainingArguments(TrainingArguments):
-    """`TrainingArguments` and what the depth queries need. The defaults come from the study (see the README)."""
+    """`TrainingArguments` and what the depth queries need. The default decay comes from the study (see the README)."""
 
     query_learning_rate: float | str | None = field(
         default=AUTO,
@@ -72,7 +72,7 @@ class AttnResTrainer(Trainer):
         for loud, quiet in ((ProgressCallback, QuietProgressCallback), (PrinterCallback, QuietPrinterCallback)):
             if self.pop_callback(loud) is not None:
                 self.add_callback(quiet)
-        self.add_callback(_LogQueryRate(self))
+        self.add_callback(_BeginTraining(self))
         self.initial_queries = self.read_queries()
         self._observed = None
         self._measured: dict[str, float] = {}
@@ -93,15 +93,16 @@ class AttnResTrainer(Trainer):
             for parameter in queries:
                 # The key norm is a factor of the query: to decay it as well would be to decay twice
                 decay = args.query_weight_decay if names[id(parameter)].endswith(".query") else 0.0
-                group = {"params": [parameter], "lr": lr, "weight_decay": decay, "depth_queries": True}
-                self.optimizer.add_param_group(group)
+                self.optimizer.add_param_group({"params": [parameter], "lr": lr, "weight_decay": decay})
             self.optimizer.param_groups[:] = [group for group in self.optimizer.param_groups if group["params"]]
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         # The model lies where it trains, and what a checkpoint says of the run is read
-        groups = [group for group in (optimizer or self.optimizer).param_groups if group.get("depth_queries")]
-        if groups and self.args.query_learning_rate == AUTO:
+        queries = {id(p) for name, p in self.model.named_parameters() if ".depth_queries." in f".{name}"}
+        groups = (optimizer or self.optimizer).param_groups
+        groups = [group for group in groups if all(id(parameter) in queries for parameter in group["params"])]
+        if groups and getattr(self.args, "query_learning_rate", None) == AUTO:
             self._measured = {}
             if self.logged_query_rate is None:
                 check_optimizer(self)
@@ -181,14 +182,14 @@ class AttnResTrainer(Trainer):
         """Say once, in the process that talks, that the training does harm."""
         if risen is not None and not self._warned and self.is_world_process_zero():
             self._warned = True
-            logger.warning(f"{risen} (step {self.state.global_step}): {self.way_out()}")
+            logger.warning(f"{risen} (step {self.state.global_step}). Stop the run and {self.way_out()}")
 
     def way_out(self) -> str:
         """What to do against a loss that rises."""
-        rates = f"query_learning_rate (now {self.query_learning_rate:g})"
-        if any(p.requires_grad and ".depth_queries." not in f".{n}" for n, p in self.model.named_parameters()):
-            rates += f" and learning_rate (now {self.args.learning_rate:g})"
-        return f"stop and start again in another folder with a lower {rates}, a third of it or less."
+        trained = {".depth_queries." in f".{n}" for n, p in self.model.named_parameters() if p.requires_grad}
+        rates = [f"query_learning_rate (now {self.query_learning_rate:g})"] if True in trained else []
+        rates += [f"learning_rate (now {self.args.learning_rate:g})"] if False in trained else []
+        return f"start again in another folder with a lower {' and '.join(rates)}, a third of it or less."
 
     @torch.no_grad()
     def read_queries(self) -> torch.Tensor | None:
@@ -252,11 +253,13 @@ class AttnResTrainer(Trainer):
         if self.initial_queries is None:
             return None
         moved = (self.read_queries() - self.initial_queries).norm(dim=-1).max().item()
-        # Keys have a norm of sqrt(hidden) and random directions: a query of norm 0.05 moves a score by about 0.05
-        if moved >= 0.05:
+        losses = [entry["eval_loss"] for entry in self.state.log_history if "eval_loss" in entry]
+        measured = getattr(self.args, "query_learning_rate", None) == AUTO
+        # Keys have a norm of sqrt(hidden) and random directions: a query of norm 0.05 moves a score by about 0.05. One
+        # that goes where the loss falls needs less, and a measured rate is as high as the loss bears
+        if moved >= 0.05 or (measured and losses and losses[-1] < losses[0]):
             return None
         lr, decay = self.query_learning_rate, getattr(self.args, "query_weight_decay", self.args.weight_decay)
-        measured = getattr(self.args, "query_learning_rate", None) == AUTO
         way_out = (
             f"Train longer (query_learning_rate was measured as {lr:g})"
             if measured
@@ -269,13 +272,14 @@ class AttnResTrainer(Trainer):
         )
 
 
-class _LogQueryRate(TrainerCallback):
-    """Logs what was measured as soon as the loggers listen."""
+class _BeginTraining(TrainerCallback):
+    """Logs what was measured as soon as the loggers listen, and forgets the losses of an earlier training."""
 
     def __init__(self, trainer: AttnResTrainer):
         self.trainer = trainer
 
     def on_train_begin(self, args, state, control, **kwargs):
+        self.trainer._guard, self.trainer._warned = LossGuard(), False
         if self.trainer._measured and self.trainer.logged_query_rate is None:
             self.trainer.log(self.trainer._measured)
 
