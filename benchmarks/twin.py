@@ -349,9 +349,9 @@ def bench(
     partial = Partial(output, {**settings, "variants": list(variants)}, machine(device))
     for text, case in parsed.items():
         if not partial.has("peaks", case=text):
-            calls = track(models.items(), description=f"{text}, peak memory")
+            bar = track(models.items(), description=f"{text}, peak memory")
             peaks = {
-                name: peak_bytes(work(case, model, shared, device, compiled=False), device) for name, model in calls
+                name: peak_bytes(work(case, model, shared, device, compiled=False), device) for name, model in bar
             }
             partial.add("peaks", [{"case": text, "model": name, "bytes": size} for name, size in peaks.items()])
     keep_freed_memory()

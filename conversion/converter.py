@@ -283,11 +283,11 @@ def check_config(checkpoint: Checkpoint):
 
     for field in POSITIVE_FIELDS:
         value = getattr(config, field, None)
-        if value is not None and (isinstance(value, bool) or value < 1):
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             refuse(field, value, "a number >= 1")
     for field, value in vars(config).items():
         is_eps = field.endswith(("_eps", "epsilon")) and field != "attn_res_scale_norm_eps"
-        if is_eps and (not isinstance(value, int | float) or not 0 <= value < 1):
+        if is_eps and value is not None and (not isinstance(value, int | float) or not 0 <= value < 1):
             refuse(field, value, "a number >= 0 and below 1")
     for field in ("hidden_act", "hidden_activation"):
         value = getattr(config, field, None)

@@ -14,6 +14,7 @@
 """Pictures of depth statistics: where every site reads from, how sharply, what it is worth, how large things are."""
 
 from pathlib import Path
+from textwrap import wrap
 
 import matplotlib
 
@@ -89,6 +90,8 @@ def _heat_maps(panels: list[tuple[str, DepthStatistics, np.ndarray, str | Colorm
             for boundary in range(of_model.block_size, len(matrix), of_model.block_size):
                 axis.axhline(boundary - 0.5, color="black", linewidth=0.8)
                 axis.axhline(boundary - 0.5, color="white", linewidth=0.8, linestyle=(0, (3, 3)))
+        # ten characters of this size are 0.85 inches
+        title = "\n".join(part for line in title.split("\n") for part in wrap(line, int(size[0] / 0.085)))
         _label_heat_map(axis, of_model, title)
         figure.colorbar(image, ax=axis, label=unit, fraction=0.08, aspect=30)
     return figure
@@ -136,7 +139,8 @@ def profiles(statistics: list[DepthStatistics]) -> Figure:
         if has_gradients:
             row[3].set(title="gradient of what is written, RMS", yscale="log")
         for axis in row[2:]:
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
+            low, high = axis.get_ylim()
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 7)))
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_locator(NullLocator())
         for axis in row:
@@ -145,7 +149,11 @@ def profiles(statistics: list[DepthStatistics]) -> Figure:
 
 
 def _line(axis: Axes, sites: list, field: str, label: str, colour: str, **kwargs):
+    if not sites:
+        return
     values = [getattr(site, field) for site in sites]
+    if len(sites) == 1:  # no line, so a dotted one would not be seen
+        kwargs["marker"] = "x" if "linestyle" in kwargs else "o"
     axis.plot([site.site for site in sites], values, color=colour, label=label, markersize=3, linewidth=1.3, **kwargs)
 
 
@@ -153,9 +161,12 @@ def _finish(axis: Axes, statistics: DepthStatistics):
     if statistics.block_size > 1:
         for boundary in range(statistics.block_size, len(statistics.sites), statistics.block_size):
             axis.axvline(boundary - 0.5, color="black", alpha=0.15, linewidth=0.8)
+    axis.set_xlim(-0.5, len(statistics.sites) - 0.5)
+    axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axis.set_xlabel("site")
     axis.title.set_fontsize(10)
-    axis.legend(frameon=False, fontsize=8)
+    if axis.lines:
+        axis.legend(frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", alpha=0.25)
     axis.tick_params(labelleft=True)

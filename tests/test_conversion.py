@@ -450,6 +450,31 @@ BAD_SOURCES = {
 }
 
 
+def put_nan(folder, value):
+    shard = open_checkpoint(folder).weight_map["model.layers.1.mlp.up_proj.weight"]
+    loaded = load_file(folder / shard)
+    loaded["model.layers.1.mlp.up_proj.weight"][3, :2] = value
+    save_file(loaded, folder / shard, metadata={"format": "pt"})
+
+
+BAD_SOURCES |= {
+    "card not UTF-8": (
+        lambda d: (d / "README.md").write_bytes(b"---\nlicense: \xff\n---\n"),
+        "README.md` cannot be read",
+    ),
+    "card of broken YAML": (
+        lambda d: (d / "README.md").write_text("---\nlicense: [mit\n---\n# A\n"),
+        "README.md` cannot be read, mend or remove it",
+    ),
+    "card of a list": (lambda d: (d / "README.md").write_text("---\n- mit\n---\n# A\n"), "README.md` cannot be read"),
+    "NaN": (
+        lambda d: put_nan(d, float("nan")),
+        "`model.layers.1.mlp.up_proj.weight` in `model-.*` has values that are not finite, 2 of 1536",
+    ),
+    "infinite": (lambda d: put_nan(d, float("inf")), "up_proj.weight` in .* has values that are not finite, 2 of"),
+}
+
+
 @pytest.mark.parametrize("kind", BAD_SOURCES)
 def test_bad_sources(kind, base, tmp_path, monkeypatch, capsys):
     damage, message = BAD_SOURCES[kind]
@@ -459,6 +484,64 @@ def test_bad_sources(kind, base, tmp_path, monkeypatch, capsys):
         convert(base, tmp_path / "attnres")
     assert contents(base) == before
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
+
+
+WRONG_VALUES = (None, "x", -1, 0, 1.5, float("nan"), 10**9, True, [], {"x": 1})
+# What does not matter to a conversion, or is a value to be taken as it is: any of these may succeed
+HARMLESS = {
+    *("transformers_version", "initializer_range", "attention_dropout", "pretraining_tp", "use_cache", "auto_map"),
+    *("bos_token_id", "eos_token_id", "pad_token_id", "max_position_embeddings", "tie_word_embeddings", "num_labels"),
+    *("router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "sliding_window", "unknown"),
+}
+
+
+def wrong_configs(config, values):
+    return [(field, value) for field in config for value in values if config[field] != value]
+
+
+def check_wrong_config(config, field, value, base, out, text):
+    """One line, nothing left behind; or a conversion that was verified, where the value does no harm."""
+    (base / "config.json").write_text(json.dumps({**config, field: value}))
+    try:
+        report = convert(base, out, verify_text=text)
+    except (ValueError, OSError) as error:
+        assert "\n" not in str(error) and "please report" not in str(error), (field, value, error)
+    else:
+        assert report.verification.equal and (field in HARMLESS or value in (None, [], {"x": 1}, 1.5)), (field, value)
+        shutil.rmtree(out)
+    assert sorted(path.name for path in base.parent.iterdir()) == ["base", "text.txt"]
+
+
+def make_small_base(family, tmp_path):
+    tiny_base_model(family, num_hidden_layers=1).save_pretrained(tmp_path / "base")
+    (tmp_path / "text.txt").write_text("import os\n")
+    config = json.loads((tmp_path / "base/config.json").read_text())
+    return config | {"quantization_config": None, "auto_map": None, "unknown": None, "num_labels": None}
+
+
+SAMPLE_OF_WRONG_VALUES = [
+    *(("num_hidden_layers", 0), ("num_hidden_layers", 10**12), ("num_attention_heads", 0), ("rms_norm_eps", -1.0)),
+    *(("rms_norm_eps", float("nan")), ("hidden_act", "nothing"), ("quantization_config", 3), ("dtype", "float99")),
+    *(("quantization_config", {}), ("architectures", "LlamaForCausalLM"), ("architectures", ["NoSuchModel"])),
+    *(("architectures", {"x": 1}), ("dtype", 3), ("max_position_embeddings", -1), ("num_labels", "x")),
+    *(("head_dim", 0), ("pad_token_id", 10**6), ("vocab_size", 5), ("rope_parameters", 3), ("intermediate_size", 7)),
+]
+
+
+def test_wrong_values_in_a_config(tmp_path):
+    """What was met, one by one: each is told before a file is written."""
+    config = make_small_base("llama", tmp_path)
+    for field, value in SAMPLE_OF_WRONG_VALUES:
+        assert field in config
+        check_wrong_config(config, field, value, tmp_path / "base", tmp_path / "out", tmp_path / "text.txt")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["llama", "mixtral"])
+def test_every_field_of_a_config_wrong_once(family, tmp_path):
+    config = make_small_base(family, tmp_path)
+    for field, value in wrong_configs(config, WRONG_VALUES):
+        check_wrong_config(config, field, value, tmp_path / "base", tmp_path / "out", tmp_path / "text.txt")
 
 
 def test_an_expert_is_missing(tmp_path):
@@ -503,9 +586,7 @@ def fill(path):
         (["base", "base/inside"], "is inside of the source"),
         (["base", "full"], "`full` is not empty"),
         (["base", "full/file"], "`full/file` is a file"),
-        (["base", "out", "--full", "--num-blocks", "2"], "`num_blocks=2`, `full=True` contradict"),
-        (["base", "out", "--block-size", "0"], "`attn_res_block_size=0` must be"),
-        (["base", "out", "--num-blocks", "-1"], "`num_blocks=-1` must be"),
+        (["base", "link"], "`link` is a link, to `nowhere`; name the folder itself"),
         (["base", "out", "--revision", "main"], "`revision='main'` is for Hub ids"),
         (["./nowhere", "out"], "There is no folder `./nowhere`"),
         (["a/b/c", "out"], "There is no folder `a/b/c`"),
@@ -528,11 +609,28 @@ def test_bad_arguments(arguments, message, base, tmp_path, monkeypatch, capsys, 
     """One line on the command line, exit code 1, nothing written."""
     monkeypatch.chdir(tmp_path)
     fill(tmp_path / "full")
+    (tmp_path / "link").symlink_to("nowhere")
     before = contents(tmp_path)
     assert run_attnres("convert", *arguments) == 1
     error = " ".join(capsys.readouterr().err.split())
     assert "Error: " in error and message in error and "Traceback" not in error
     assert contents(tmp_path) == before and not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments, word",
+    [
+        (["--full", "--num-blocks", "2"], "contradict"),
+        (["--block-size", "0"], "--block-size"),
+        (["--num-blocks", "-1"], "--num-blocks"),
+        (["--no-such-option"], "--no-such-option"),
+    ],
+)
+def test_wrong_usage(arguments, word, base, tmp_path, capsys, run_attnres):
+    assert run_attnres("convert", base, tmp_path / "out", *arguments) == 2
+    assert word in capsys.readouterr().err and not (tmp_path / "out").exists()
+    with pytest.raises(ValueError, match="`num_blocks=2`, `full=True` contradict"):
+        convert(base, tmp_path / "out", num_blocks=2, full=True)
 
 
 def test_no_room(base, tmp_path, monkeypatch):

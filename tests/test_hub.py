@@ -1,6 +1,9 @@
 """To the Hub and back through the real client, against a server on the loopback; and model cards."""
 
+import json
 import os
+import shutil
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +17,10 @@ from tiny_models import convert as convert_in_memory
 from transformers import AutoModelForCausalLM
 
 from attnres import __version__
-from attnres.conversion import convert
+from attnres.conversion import convert, revert
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
+from attnres.hub import plan_push
 from attnres.model_cards import CODE_FILES, write_model_card
 
 
@@ -123,6 +127,65 @@ def test_push_and_load_without_the_package(hub, checkpoint, tmp_path):
     assert "My own words." in hub.files("tester/pushed")["README.md"].decode()
 
 
+def test_nothing_else_is_pushed(hub, checkpoint, tmp_path):
+    """What lies in the folder and is not part of a checkpoint stays there, and is listed."""
+    own = {path.name for path in checkpoint.iterdir()}
+    secrets = (".env", ".netrc", "id_rsa", "run.log", "notes.md", "credentials.json", "training_args.bin")
+    secrets += (".ssh/id_rsa", ".git/config", "wandb/run/output.log", "depth/depth.json", "assets/.env")
+    for name in secrets:
+        (checkpoint / name).parent.mkdir(exist_ok=True, parents=True)
+        (checkpoint / name).write_text("SECRET")
+    (checkpoint / "depth/weights.png").write_bytes(b"")
+    (tmp_path / "secret").mkdir()
+    (tmp_path / "secret/key").write_text("SECRET")
+    (checkpoint / "linked").symlink_to(tmp_path / "secret")
+    (checkpoint / "key.json").symlink_to(tmp_path / "secret/key")
+    left_out = {"linked", "key.json", "wandb/", ".ssh/", ".git/", "assets/", "depth/depth.json"}
+    left_out |= {name for name in secrets if "/" not in name}
+
+    printed = attnres(hub, "push", checkpoint, "tester/clean", "--dry-run")
+    assert "tester/clean" not in hub.repos
+    assert {name for name in left_out if f"Left out {name}: " not in printed} == set()
+    pushed = own | CODE | {"depth/weights.png"}
+    assert {name for name in pushed if f"Would push {name}, " not in printed} == set()
+    assert printed.count("Would push") == len(pushed)
+    printed = attnres(hub, "push", checkpoint, "tester/clean")
+    assert {name for name in left_out if f"Left out {name}: " not in printed} == set()
+    assert hub.files("tester/clean").keys() - {".gitattributes"} == pushed
+    assert not any(b"SECRET" in content for content in hub.files("tester/clean").values())
+
+    report = convert(checkpoint, tmp_path / "again", block_size=2, verify=False)
+    assert set(report.left_behind) == left_out
+    assert not any("SECRET" in path.read_text(errors="ignore") for path in (tmp_path / "again").rglob("*.*"))
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["merges.txt", "README.md", "config.json", "model-00001-of-00002.safetensors", "evaluation", "figures/a.png"],
+)
+def test_links_out_of_the_folder_are_refused(name, checkpoint, tmp_path):
+    """Under a name that belongs to a checkpoint, too; links within the folder are followed."""
+    (checkpoint / "LICENSE.real").write_text("A licence.")
+    (checkpoint / "LICENSE").symlink_to("LICENSE.real")
+    assert plan_push(checkpoint, "tester/x").files["LICENSE"].read_text() == "A licence."
+    target, path = tmp_path / "elsewhere", checkpoint / name
+    path.parent.mkdir(exist_ok=True)
+    if path.exists():
+        path.rename(target)
+    elif name == "evaluation":
+        target.mkdir()
+        (target / "table.md").write_text("SECRET")
+    else:
+        target.write_text("SECRET")
+    path.symlink_to(target)
+    with pytest.raises(ValueError, match=rf"`{name}` of .* is a link out of the folder, to .*elsewhere"):
+        plan_push(checkpoint, "tester/x")
+    if name in ("merges.txt", "figures/a.png"):  # convert would make a file of it, which push takes
+        with pytest.raises(ValueError, match=rf"`{name}` of .* is a link out of the folder"):
+            convert(checkpoint, tmp_path / "again", block_size=2)
+        assert not (tmp_path / "again").exists()
+
+
 MODEL_PUSH = """
 import sys, torch
 from attnres import AttnResForCausalLM
@@ -225,6 +288,23 @@ def test_what_the_hub_refuses(arguments, message, crowded_hub, tmp_path):
     assert "tester/new" not in crowded_hub.repos and len(crowded_hub.commits("tester/base")) == commits
 
 
+@pytest.mark.parametrize("command", ["convert", "inspect"])
+@pytest.mark.parametrize("kind", ["refused", "no answer", "unknown host"])
+def test_a_wrong_name_without_a_hub(kind, command, crowded_hub, tmp_path):
+    """One request tells: the client would try six times, for half a minute."""
+    with socket.socket() as silent:
+        silent.bind(("127.0.0.1", 0))
+        if kind == "no answer":
+            silent.listen()
+        port = silent.getsockname()[1]
+        address = "http://nowhere.invalid" if kind == "unknown host" else f"http://127.0.0.1:{port}"
+        arguments = ["tester/nothing", *([tmp_path / "out"] if command == "convert" else [])]
+        run = [sys.executable, "-m", "attnres", command, *arguments]
+        printed = process(crowded_hub, "env", f"HF_ENDPOINT={address}", *run, code=1)
+    assert "There is no folder `tester/nothing`, and the Hub cannot be reached" in printed
+    assert "Traceback" not in printed and "Retrying" not in printed
+
+
 def test_no_hub(crowded_hub):
     command = [sys.executable, "-m", "attnres.cli", "push", crowded_hub.root.parent / "model", "tester/new"]
     printed = process(crowded_hub, "env", "HF_ENDPOINT=http://127.0.0.1:9", *command, code=1)
@@ -290,6 +370,34 @@ def test_committed_cards_are_valid():
     for path in cards:
         card = ModelCard.load(path)
         assert card.data.library_name == "transformers" and "attnres" in card.data.tags and card.data.pipeline_tag
+
+
+SAVE_AGAIN = """
+import sys, attnres, transformers
+model = transformers.AutoModelForCausalLM.from_pretrained(sys.argv[1])
+assert type(model).__module__ == "attnres.modeling_attnres"
+model.save_pretrained(sys.argv[2])
+assert not model.is_remote_code()
+"""
+
+
+def test_self_contained(hub, checkpoint, tmp_path):
+    """Saved with the package, saved without it, in other blocks: the code stays. Its base does not have it."""
+    folder = tmp_path / "self-contained"
+    printed = attnres(hub, "convert", tmp_path / "base", folder, "--self-contained", "--no-verify")
+    assert "programs without attnres, such as vLLM, need --trust-remote-code." in printed
+    python(hub, SAVE_AGAIN, folder, tmp_path / "saved")
+    convert(folder, tmp_path / "blocks", full=True, verify=False)
+    for name in ("self-contained", "saved", "blocks"):
+        config = json.loads((tmp_path / name / "config.json").read_text())
+        assert set(config["auto_map"]) > {"AutoConfig", "AutoModel", "AutoModelForCausalLM"}
+        assert CODE <= {path.name for path in (tmp_path / name).iterdir()}
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(folder / name, tmp_path / "saved")
+    assert_loads_without_package(hub, tmp_path / "saved", folder, tmp_path)
+    revert(folder, tmp_path / "back", verify=False)
+    assert not CODE & {path.name for path in (tmp_path / "back").iterdir()}
+    assert "auto_map" not in json.loads((tmp_path / "back/config.json").read_text())
 
 
 PUSH_ADAPTER = """

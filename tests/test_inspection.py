@@ -365,3 +365,20 @@ def test_bad_input(folder, tmp_path, arguments, message, monkeypatch):
     result = CliRunner().invoke(app, ["inspect", *arguments, "-o", str(tmp_path / "out")])
     assert isinstance(result.exception, (ValueError, OSError)) and message in str(result.exception)
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize("num_layers", [1, 48])
+def test_axes_of_profiles(num_layers):
+    """Whole sites on every axis, the same in every panel, and a legend of what is drawn."""
+    from attnres.inspection.figures import profiles
+
+    model = convert(tiny_base_model("llama", num_hidden_layers=num_layers, hidden_size=16, intermediate_size=16), 1)
+    figure = profiles([measure(model, torch.arange(8).view(1, 8))])
+    figure.canvas.draw()
+    for axis in figure.axes:
+        low, high = axis.get_xlim()
+        ticks = [tick for tick in axis.get_xticks() if low <= tick <= high]
+        assert (low, high) == (-0.5, 2 * num_layers + 0.5) and 3 <= len(ticks) <= 10
+        assert all(tick == round(tick) for tick in ticks)
+        assert axis.get_legend() is None or len(axis.get_legend().get_texts()) == len(axis.lines)
+        assert all(len(line.get_xdata()) for line in axis.lines)

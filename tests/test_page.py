@@ -108,7 +108,7 @@ def test_cells_are_clicked(page, results):
     weight = after["sites"][7]["weights"][2]
     assert find(page, "#cell").text == f"layer 3, MLP (site 7) on block 2: mean weight {weight:.3f}"
     assert find(page, "#site").get_attribute("value") == "7"
-    select(page, "model", f"{after['model']} less {before['model']}")
+    select(page, "model", f"difference: {after['model']} less {before['model']}")
     difference = weight - before["sites"][7]["weights"][2]
     assert f"mean weight {difference:.3f}, {after['model']} less {before['model']}" in find(page, "#cell").text
     select(page, "quantity", "loss without the source")
@@ -147,7 +147,7 @@ def test_tokens_show_their_own_weights(page, results):
     keys(page, "HOME", "ARROW_RIGHT", "ARROW_RIGHT")
     assert bars(page) == weights[2] != weights[-1]
     assert all_of(page, "#tokens [aria-selected=true]")[0].get_attribute("id") == "token-2"
-    select(page, "model", f"{after['model']} less {before['model']}")
+    select(page, "model", f"difference: {after['model']} less {before['model']}")
     both = zip(before["excerpt"]["weights"][5][2], after["excerpt"]["weights"][5][2])
     assert bars(page) == [thousandths / 1000 for pair in both for thousandths in pair]
 
@@ -198,3 +198,24 @@ def test_the_largest_page_stays_small(tmp_path):
     excerpt = {"tokens": [" word"] * tokens, "weights": weights}
     write_page({"schema": 2, "models": [{"model": "m", "sites": sites, "excerpt": excerpt}]}, tmp_path / "index.html")
     assert tokens == 256 and (tmp_path / "index.html").stat().st_size < 2_000_000
+
+
+def test_two_models_open_on_their_difference(page, results):
+    before, after = results["models"]
+    assert find(page, "#model").get_attribute("value") == "2"
+    assert find(page, "#cell").text.endswith(f"{after['model']} less {before['model']}")
+    assert len(all_of(page, "#bars .legend span")) == 2
+
+
+def test_a_model_of_one_layer(browser, results, tmp_path):
+    """Three sites: lines of one point are drawn as a point, filled in one model and hollow in the other."""
+    models = []
+    for model in results["models"]:
+        sites = model["sites"][:2] + [model["sites"][2] | {"kind": "final", "layer": None}]
+        excerpt = model["excerpt"] | {"weights": model["excerpt"]["weights"][:3]}
+        models.append(model | {"sites": sites, "num_blocks": 1, "excerpt": excerpt})
+    write_page({**results, "models": models}, tmp_path / "index.html")
+    browser.get((tmp_path / "index.html").as_uri())
+    points = browser.find_elements("css selector", "#charts figure:first-child circle")
+    assert [point.get_attribute("fill") for point in points] == ["var(--mlp)", "none"]
+    assert browser.get_log("browser") == []
