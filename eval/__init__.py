@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from huggingface_hub import snapshot_download
 
-from . import report
+from . import report, sandbox
 from .harness import (
     Benchmark,
     EvalModel,
@@ -36,6 +36,7 @@ from .harness import (
     load_model,
     load_suite,
     load_tasks,
+    marked,
     run,
     task_manager,
 )
@@ -87,6 +88,7 @@ def evaluate(
     benchmarks += benchmarks_of_tasks(tasks or [], manager)
     if not benchmarks:
         raise ValueError("There is nothing to evaluate on: give a suite or tasks.")
+    benchmarks = [marked(benchmark, manager) for benchmark in benchmarks]
     names = [benchmark.name for benchmark in benchmarks]
     if len(set(names)) < len(names):
         raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` is there twice.")
@@ -105,6 +107,8 @@ def evaluate(
     for model in models:
         if model.path.startswith((".", "/", "~")) and not Path(model.path).is_dir():
             raise ValueError(f"There is no folder `{model.path}`.")
+    if allow_code_execution and any(benchmark.runs_code for benchmark in benchmarks):
+        sandbox.available()
     options = replace(
         options,
         data_digest=None if data_root is None else digest(Path(data_root)),

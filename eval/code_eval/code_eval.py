@@ -10,6 +10,8 @@ from attnres.eval.sandbox import pass_at_k
 class CodeEval(evaluate.Metric):
     """pass@k of programs, each judged by its tests."""
 
+    sandboxed = True  # unlike the one of this name that the Hub has
+
     def _info(self):
         features = {"predictions": datasets.Sequence(datasets.Value("string")), "references": datasets.Value("string")}
         return evaluate.MetricInfo(

@@ -10,7 +10,6 @@ import os
 import resource
 import select
 import signal
-import socket
 import sys
 
 
@@ -78,7 +77,7 @@ def build_root(read_only: list[list[str]], hidden: list[str]):
     os.chdir("/")
     for path in ("/dev", "/"):
         make_read_only(path, recursive=False, attributes=1 | 2)
-    socket.sethostname("sandbox")
+    succeed(libc.sethostname(b"sandbox", 7), "name the machine")
 
 
 # --- what a process may do
@@ -171,6 +170,7 @@ def filter_calls():
 def weaknesses() -> list[str]:
     """What a program could do in here that it must not. Nothing, or the sandbox is not used."""
     import random  # noqa: F401  - not imported before: fails where the library cannot be read
+    import socket
 
     found = []
 

@@ -5,7 +5,6 @@ import os
 import sys
 import types
 
-from names import text_before_completion
 from wire import ROOT, Peer, Violation
 
 
@@ -16,6 +15,8 @@ def run(source: str, reader: int, writer: int, helpers: list[str]):
     """Run a program to its end and serve the judge until it hangs up. With helpers, only what the prompt defines."""
     try:
         if helpers:
+            from names import text_before_completion
+
             source = text_before_completion(source, set(helpers))
         with open(PATH, "w", encoding="utf-8", errors="surrogatepass") as file:
             file.write(source)
