@@ -116,7 +116,9 @@ def benchmarks_of_tasks(names: list[str], manager: TaskManager) -> list[Benchmar
 
 def marked(benchmark: Benchmark, manager: TaskManager) -> Benchmark:
     """The benchmark, with `runs_code` if one of its tasks says so of itself (`unsafe_code`)."""
-    return replace(benchmark, runs_code=benchmark.runs_code or any(_runs_code(name, manager) for name in benchmark.tasks))
+    return replace(
+        benchmark, runs_code=benchmark.runs_code or any(_runs_code(name, manager) for name in benchmark.tasks)
+    )
 
 
 def _runs_code(name: str, manager: TaskManager) -> bool:

@@ -130,7 +130,18 @@ class Wall:
         files = [part for folder in above for part in ("--perms", "755", "--dir", folder)]
         files += [part for source, target in read_only() for part in ("--ro-bind", source, target)]
         files += [part for path in hidden() for part in ("--tmpfs", path, "--remount-ro", path)]
-        files += ["--size", str(1 << 26), "--perms", "1777", "--tmpfs", "/tmp", "--size", str(1 << 16), "--tmpfs", "/dev"]
+        files += [
+            "--size",
+            str(1 << 26),
+            "--perms",
+            "1777",
+            "--tmpfs",
+            "/tmp",
+            "--size",
+            str(1 << 16),
+            "--tmpfs",
+            "/dev",
+        ]
         files += ["--size", str(1 << 24), "--perms", "1777", "--tmpfs", "/dev/shm"]
         for device in ("null", "zero", "full", "random", "urandom"):
             files += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]

@@ -45,7 +45,8 @@ CHEATS = {
     "exit from a thread": WRONG + "import threading, os; threading.Thread(target=lambda: os._exit(0)).start()",
     "exit by signal": "import os, signal\ndef add(a, b): os.kill(os.getpid(), signal.SIGTERM)",
     "kill process 1": "import os, signal\ndef add(a, b): os.kill(1, signal.SIGKILL); return None",
-    "all exit codes": "import os\nfor code in range(256):\n    if os.fork() == 0: os._exit(code)\n    os.wait()\n" + WRONG,
+    "all exit codes": "import os\nfor code in range(256):\n    if os.fork() == 0: os._exit(code)\n    os.wait()\n"
+    + WRONG,
     "prints the word": WRONG + "print('passed'); import sys; sys.stdout.flush(); sys.stderr.write('passed')",
     "prints in a call": "def add(a, b):\n    print('passed', flush=True)\n    raise SystemExit(0)",
     "writes the word everywhere": (
@@ -69,22 +70,22 @@ CHEATS = {
     ),
     "sends numbers of its own": (
         "import os\ndef add(a, b):\n    for fd in range(3, 128):\n"
-        "        try: os.write(fd, b'[\"value\", [], [\"yours\", 0]]\\n')\n        except OSError: pass"
+        '        try: os.write(fd, b\'["value", [], ["yours", 0]]\\n\')\n        except OSError: pass'
     ),
     "calls the judge": (
         "import os\ndef add(a, b):\n    for fd in range(3, 128):\n"
         "        for n in range(3):\n"
-        "            try: os.write(fd, b'[\"do\", \"call\", %d, [\"builtins.tuple\"]]\\n' % n)\n"
+        '            try: os.write(fd, b\'["do", "call", %d, ["builtins.tuple"]]\\n\' % n)\n'
         "            except OSError: pass"
     ),
     "reads the judge's globals": (
         "import os\ndef add(a, b):\n    for fd in range(3, 128):\n"
-        "        try: os.write(fd, b'[\"do\", \"attribute\", 1, [\"builtins.tuple\", \"__globals__\"]]\\n')\n"
+        '        try: os.write(fd, b\'["do", "attribute", 1, ["builtins.tuple", "__globals__"]]\\n\')\n'
         "        except OSError: pass"
     ),
     "names a function of the judge's": (
         "import os\ndef add(a, b):\n    for fd in range(3, 128):\n"
-        "        try: os.write(fd, b'[\"value\", [], [\"named\", \"os\", \"_exit\"]]\\n')\n        except OSError: pass"
+        '        try: os.write(fd, b\'["value", [], ["named", "os", "_exit"]]\\n\')\n        except OSError: pass'
     ),
     "is not JSON": (
         "import os\ndef add(a, b):\n    for fd in range(3, 128):\n"
@@ -139,7 +140,8 @@ CHEATS = {
     "hook for traces": WRONG + "import sys; sys.settrace(lambda *a: None); sys.setprofile(lambda *a: None)",
     "import replaced": WRONG + "import builtins; builtins.__import__ = lambda *a, **k: None",
     "modules replaced": WRONG + "import sys\nfor n in list(sys.modules): sys.modules[n] = None",
-    "os of main replaced": WRONG + "import sys, types\nsys.modules['__main__'].os = types.SimpleNamespace(_exit=print)",
+    "os of main replaced": WRONG
+    + "import sys, types\nsys.modules['__main__'].os = types.SimpleNamespace(_exit=print)",
     "json replaced": WRONG + "import json; json.dumps = lambda *a, **k: '[\"value\", [], 5]'",
     "the server replaced": (
         WRONG + "import sys\nfor module in list(sys.modules.values()):\n    if hasattr(module, 'Peer'):\n"
@@ -199,9 +201,7 @@ CHEATS = {
         "import inspect\ndef add(a, b):\n    for f in inspect.stack():\n"
         "        if f.code_context and 'candidate' in ''.join(f.code_context): return a + b"
     ),
-    "warns with the caller": (
-        "import linecache\ndef add(a, b):\n    if linecache.getline('tests', 3): return a + b"
-    ),
+    "warns with the caller": ("import linecache\ndef add(a, b):\n    if linecache.getline('tests', 3): return a + b"),
     # --- slow or endless
     "endless result": "import itertools\ndef add(a, b): return itertools.count()",
     "huge result": "def add(a, b): return 'x' * (1 << 27)",
@@ -229,7 +229,10 @@ CHEATS_WITH_TESTS = {
     "subset": ("assert letters('ab').issubset({'a', 'b'})", YES + "def letters(x): return Yes()"),
     "difference": ("assert abs(value(3) - 5) < 1e-6", YES + "def value(x): return Yes()"),
     "set": ("assert set(values(3)) == {1, 2}", YES + "def values(x): return [Yes(), Yes()]"),
-    "called sum": ("assert sum(10, 15) == 25 and abs(sum(1, 1)) == 2", "def sum(a, b): return 3\ndef abs(x): return 2"),
+    "called sum": (
+        "assert sum(10, 15) == 25 and abs(sum(1, 1)) == 2",
+        "def sum(a, b): return 3\ndef abs(x): return 2",
+    ),
     "import under another name": (
         "assert math.isclose(root(4), 2.0)",
         "import types\nmath = types.ModuleType('math')\nmath.isclose = lambda *a: True\ndef root(x): return 7",
@@ -244,9 +247,14 @@ CHEATS_WITH_TESTS = {
     ),
     "waits for the tests to be thrown": ("assert f(1) == 2\n", "def f(x):\n    import time\n    time.sleep(100)"),
     "equal handles": ("a = f(1)\nb = f(2)\nassert a == b and a == 3", YES + "y = Yes()\ndef f(x): return y"),
-    "changes its argument": ("a = [3, 1]\nassert order(a) == [1, 3] and a == [3, 1]", "def order(a): a.sort(); return a"),
-    "returns its argument": ("a = [3, 1]\nb = order(a)\nassert b is not a and b == [1, 3]",
-                             "def order(a): a.sort(); return a"),
+    "changes its argument": (
+        "a = [3, 1]\nassert order(a) == [1, 3] and a == [3, 1]",
+        "def order(a): a.sort(); return a",
+    ),
+    "returns its argument": (
+        "a = [3, 1]\nb = order(a)\nassert b is not a and b == [1, 3]",
+        "def order(a): a.sort(); return a",
+    ),
 }
 
 # --- ways out: `attempt` returns something true if it got out. What a test has put outside is named in `OUTSIDE`
@@ -273,8 +281,10 @@ def attempt():
 def got_out():
     try:
         return bool(attempt())
-    except (OSError, ImportError, MemoryError, RuntimeError):
+    except (OSError, ImportError, MemoryError, RuntimeError, ValueError):
         return False
+    except Exception as error:
+        return False if type(error).__module__ == "sqlite3" else repr(error)
 """
 
 WAYS_OUT = {
@@ -303,7 +313,7 @@ WAYS_OUT = {
     "device of memory": "return open('/dev/mem', 'rb')",
     "kernel messages": "return open('/dev/kmsg', 'rb')",
     "terminal": "return open('/dev/tty', 'rb')",
-    "home": "return os.listdir(HOME)",
+    "home": "return [n for n in os.listdir(HOME) if not sys.base_prefix.startswith(HOME + '/' + n)]",
     "folder of the tests": "return os.listdir(FOLDER)",
     "passwords": "return open('/etc/passwd').read() or open('/etc/shadow').read()",
     "keys": "return [n for n in os.listdir(HOME + '/.ssh')]",
@@ -357,9 +367,7 @@ WAYS_OUT = {
     "priority": "os.nice(-5); return True",
     "real time": "os.sched_setscheduler(0, os.SCHED_FIFO, os.sched_param(1)); return True",
     "limits": "import resource; resource.setrlimit(resource.RLIMIT_NOFILE, (9999, 9999)); return True",
-    "limits of the test": (
-        "import resource; resource.prlimit(PID, resource.RLIMIT_NOFILE, (1, 1)); return True"
-    ),
+    "limits of the test": ("import resource; resource.prlimit(PID, resource.RLIMIT_NOFILE, (1, 1)); return True"),
     "root": "os.setuid(0); return os.getuid() != 0 or open('/tmp/../etc/shadow')",
     "groups": "os.setgroups([0]); return True",
     "capabilities": (
@@ -433,15 +441,9 @@ WAYS_OUT = {
     "open files": "files = [os.dup(0) for _ in range(2000)]; return True",
     "locked memory": "return did(libc.mlockall(3)) and bytearray(1 << 28)",
     "threads": "for _ in range(2000): threading.Thread(target=time.sleep, args=(100,), daemon=True).start()\nreturn True",
-    "processes without end": (
-        "for _ in range(2000):\n    if os.fork() == 0: time.sleep(1000)\nreturn True"
-    ),
-    "output": (
-        "block = b'x' * (1 << 20)\nfor _ in range(3600): os.write(1, block); os.write(2, block)\nreturn False"
-    ),
-    "deep folders": (
-        "for _ in range(3000): os.mkdir('d'); os.chdir('d')\nreturn False"
-    ),
+    "processes without end": ("for _ in range(2000):\n    if os.fork() == 0: time.sleep(1000)\nreturn True"),
+    "output": ("block = b'x' * (1 << 20)\nfor _ in range(3600): os.write(1, block); os.write(2, block)\nreturn False"),
+    "deep folders": ("for _ in range(3000): os.mkdir('d'); os.chdir('d')\nreturn False"),
     "daemon": (
         "if os.fork() == 0:\n    os.setsid()\n    if os.fork() == 0:\n        signal.pthread_sigmask(0, range(1, 64))\n"
         "        time.sleep(1000)\n    os._exit(0)\nreturn False"

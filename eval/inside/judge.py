@@ -26,7 +26,9 @@ def run(tests: str, channels: list[list[int]], helpers: list[str], verdict: int)
         if all(peer.failure is None for peer in peers):
             word = "passed"
     except BaseException as error:
-        if isinstance(error, ModuleNotFoundError) and error.name:  # the tests' own: a program's has no more than a text
+        if (
+            isinstance(error, ModuleNotFoundError) and error.name
+        ):  # the tests' own: a program's has no more than a text
             word = f"unusable: the tests need `{error.name}`, which programs do not have"
     for peer in peers:
         if isinstance(peer.failure, Refused):

@@ -327,8 +327,9 @@ class Peer:
             now = self.contents(table.values[number])
             if len(now) != len(items) or any(new is not old for new, old in zip(now, items)):
                 changes.append(number)
-        encoded = [[number, [self.encode(item, table) for item in self.items(table.values[number])]]
-                   for number in changes]
+        encoded = [
+            [number, [self.encode(item, table) for item in self.items(table.values[number])]] for number in changes
+        ]
         return ["value", encoded, self.encode(result, table)]
 
     @staticmethod
