@@ -1,17 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
 """A sandbox for programs that a model has written, and a judge that no program can reach.
 
-**The wall** is the kernel's. A program runs in namespaces of its own (processes, mounts, network, shared memory, names;
-and users, where it is not root who starts it), made by bubblewrap where that is installed and by `unshare` elsewhere.
-Its root is read-only and holds the interpreter, the standard library and numpy; /tmp is in memory, small and its own;
-there is no /proc, no network and no program to start. It belongs to no user of the machine, has no capabilities, cannot
-get any, and fails in the system calls that have led out of sandboxes (libseccomp). Time, memory, files, processes and
-threads are limited, and all that it started ends with it. Where the system does not allow this, nothing is run.
+**The wall** is the kernel's. A program runs in namespaces of its own (processes, mounts, network, shared memory,
+names; and users, where it is not root who starts it), made by bubblewrap where that is installed and by `unshare`
+elsewhere. Its root is read-only and holds the interpreter, the standard library and numpy; /tmp is in memory, small
+and its own; there is no /proc, no network and no program to start. It belongs to no user of the machine, has no
+capabilities, cannot get any, and fails in the system calls that have led out of sandboxes (libseccomp). Time, memory,
+files, processes and threads are limited, and all that it started ends with it. Where the system does not allow this,
+nothing is run.
 
-**The judge** is another process in another such sandbox. It runs the tests. In them, the names that the program defines
-stand for calls over a pipe: arguments go to the program as plain data, results come back as plain data, and the judge's
-interpreter compares. Nothing that the program does to itself matters: it holds neither the tests nor the expected
-values nor the verdict. It can only give right answers. See `inside/`.
+**The judge** is another process in another such sandbox. It runs the tests. In them, the names that the program
+defines stand for calls over a pipe: arguments go to the program as plain data, results come back as plain data, and
+the judge's interpreter compares. Nothing that the program does to itself matters: it holds neither the tests nor the
+expected values nor the verdict. It can only give right answers. See `inside/`.
 """
 
 import contextlib
@@ -65,7 +66,7 @@ def available() -> "Wall":
     """
     reasons = []
     for wall in (Wall("bubblewrap"), Wall("unshare")):
-        reason = wall.reason_against()
+        reason = reason_against(wall)
         if reason is None:
             return wall
         reasons.append(f"{wall.name}: {reason}")
@@ -186,23 +187,24 @@ class Wall:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
 
-    @functools.lru_cache
-    def reason_against(self) -> str | None:
-        """Why this cannot be used here: it cannot be started, or a trial found it weak."""
-        if shutil.which(self.command()[0], path=ENVIRONMENT["PATH"]) is None:
-            return "not installed"
-        reader, writer = os.pipe()
-        with open(reader, "rb") as verdict, contextlib.ExitStack() as stack:
-            with open(writer, "wb"):
-                process = stack.enter_context(
-                    self.start("trial", "", [writer], {"verdict": writer}, stderr=subprocess.PIPE)
-                )
-            word = verdict.read() if select.select([verdict], [], [], 60)[0] else b"no answer"
-        if word == b"none":
-            return None
-        if word:
-            return f"programs could {word.decode()}".replace("\n", ", ")
-        return (process.stderr.read().decode(errors="replace").strip().splitlines() or ["it ended at once"])[-1]
+
+@functools.lru_cache
+def reason_against(wall: Wall) -> str | None:
+    """Why this cannot be used here: it cannot be started, or a trial found it weak."""
+    if shutil.which(wall.command()[0], path=ENVIRONMENT["PATH"]) is None:
+        return "not installed"
+    reader, writer = os.pipe()
+    with open(reader, "rb") as verdict, contextlib.ExitStack() as stack:
+        with open(writer, "wb"):
+            process = stack.enter_context(
+                wall.start("trial", "", [writer], {"verdict": writer}, stderr=subprocess.PIPE)
+            )
+        word = verdict.read() if select.select([verdict], [], [], 60)[0] else b"no answer"
+    if word == b"none":
+        return None
+    if word:
+        return f"programs could {word.decode()}".replace("\n", ", ")
+    return (process.stderr.read().decode(errors="replace").strip().splitlines() or ["it ended at once"])[-1]
 
 
 def run_program(program: str, tests: str, wall_seconds: float = WALL_SECONDS) -> str:

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
 """Programs that want to be scored as right without being right, or to get out of their sandbox.
 
 All cheats are given the tests `TESTS`, and none defines an `add` that adds. `{name}` is filled in by the test.
@@ -177,9 +178,8 @@ CHEATS = {
         "        if isinstance(o, dict) and 'check' in o and 'candidate' in str(o.get('check')): return a + b"
     ),
     "garbage as text": (
-        "import gc\ndef add(a, b):\n    if any(isinstance(o, (list, tuple)) and any(isinstance(i, str) and\n"
-        "        'candidate(2' + ', 3) == 5' in i for i in o if i is not garbage) for o in gc.get_objects()): return a + b\n"
-        "garbage = None"
+        "import gc\ndef add(a, b):\n    text = ''.join(('candidate(2', ', 3) == 5'))\n    for o in gc.get_objects():\n"
+        "        if isinstance(o, (list, tuple)) and any(isinstance(i, str) and text in i for i in o): return a + b"
     ),
     "arguments of the process": (
         "import sys\ndef add(a, b):\n    if any('candidate' in text for text in sys.argv + sys.orig_argv): return a + b"

@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501
 """Generated code: right programs pass, no wrong one does, and none gets out of its sandbox."""
 
 import gzip
@@ -18,7 +19,7 @@ import pytest
 from sandbox_attacks import CHEATS, CHEATS_WITH_TESTS, HELPERS, TESTS, WAYS_OUT, way_out
 
 from attnres.eval import sandbox
-from attnres.eval.sandbox import NoSandbox, Wall, available, pass_at_k, run_program
+from attnres.eval.sandbox import NoSandbox, Wall, available, pass_at_k, reason_against, run_program
 
 
 WALLS = ("bubblewrap", "unshare")
@@ -39,7 +40,7 @@ def on_both_walls(names, every=1):
 
 
 def use(wall: str, monkeypatch):
-    reason = Wall(wall).reason_against()
+    reason = reason_against(Wall(wall))
     if reason is not None:
         pytest.skip(f"{wall}: {reason}")
     monkeypatch.setattr(sandbox, "available", lambda: Wall(wall))
@@ -139,9 +140,15 @@ def test_bombs(wall, program, monkeypatch, outside):
 
 
 RIGHT = {
-    "prints and imports": ("print('hello')\nimport math, re, collections, hashlib\ndef f(): return math.sqrt(4)", "f() == 2"),
+    "prints and imports": (
+        "print('hello')\nimport math, re, collections, hashlib\ndef f(): return math.sqrt(4)",
+        "f() == 2",
+    ),
     "own file": ("open('own', 'w').write('x')\ndef f(): return open('own').read()", "f() == 'x'"),
-    "asyncio": ("import asyncio\nasync def g(): await asyncio.sleep(0); return 3\ndef f(): return asyncio.run(g())", "f() == 3"),
+    "asyncio": (
+        "import asyncio\nasync def g(): await asyncio.sleep(0); return 3\ndef f(): return asyncio.run(g())",
+        "f() == 3",
+    ),
     "platform": ("import platform\ndef f(): return platform.system() + platform.platform()[:0]", "f() == 'Linux'"),
     "pickle": (
         "import pickle\nclass P:\n    def __init__(self, x): self.x = x\ndef f(x): return pickle.loads(pickle.dumps(P(x))).x",
@@ -169,7 +176,10 @@ RIGHT = {
         "def f():\n    with multiprocessing.get_context('fork').Pool(2) as pool: return pool.map(g, [1, 2])",
         "f() == [1, 4]",
     ),
-    "recursion": ("import sys\nsys.setrecursionlimit(10**5)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)", "f(9000) == 9000"),
+    "recursion": (
+        "import sys\nsys.setrecursionlimit(10**5)\ndef f(n): return 0 if n == 0 else 1 + f(n - 1)",
+        "f(9000) == 9000",
+    ),
     "large numbers": ("def f(n): return n ** 5000", "f(10) == 10 ** 5000 and f(-3) == -(3 ** 5000)"),
     "fractions of a number": ("def f(a): return a / 3, float('inf'), -0.0", "f(1) == (1 / 3, float('inf'), 0.0)"),
     "odd text": (
@@ -192,10 +202,19 @@ RIGHT = {
         "(lambda a, d: f(a, d) is a[0] and a == [[1]] and d['x'] is a)([[]], {})",
     ),
     "argument within itself": ("def f(a): a.append(a); return len(a)", "(lambda a: f(a) == 1 and a[0] is a)([])"),
-    "generator": ("def f():\n    n = 0\n    while True: yield n; n += 1", "[x for x, _ in zip(f(), range(5))] == [0, 1, 2, 3, 4]"),
+    "generator": (
+        "def f():\n    n = 0\n    while True: yield n; n += 1",
+        "[x for x, _ in zip(f(), range(5))] == [0, 1, 2, 3, 4]",
+    ),
     "functions there and back": ("def f(g): return lambda x: g(x) + 1", "f(lambda x: 2 * x)(5) == 11"),
-    "built-in function": ("def f(g, x): return sorted(x, key=g)", "f(len, ['aa', 'b']) == f(str.lower, ['b', 'aa'])[::-1]"),
-    "iterator as argument": ("def f(x): return list(x)", "f(iter([1, 2])) == [1, 2] and f(i for i in 'ab') == ['a', 'b']"),
+    "built-in function": (
+        "def f(g, x): return sorted(x, key=g)",
+        "f(len, ['aa', 'b']) == f(str.lower, ['b', 'aa'])[::-1]",
+    ),
+    "iterator as argument": (
+        "def f(x): return list(x)",
+        "f(iter([1, 2])) == [1, 2] and f(i for i in 'ab') == ['a', 'b']",
+    ),
     "own class": (
         "class Stack:\n    size = 0\n    def __init__(self, *x): self.x = list(x)\n    def pop(self): return self.x.pop()\n"
         "    def __len__(self): return len(self.x)\ndef f(s): return sum(s.x)",
@@ -206,8 +225,11 @@ RIGHT = {
     "module of the program": ("import math\ndef f(): return 2.0", "math.isclose(f(), 2)"),
     "data": ("limits = [1, 2]", "limits == [1, 2]"),
     "exception": ("def f(x): raise ValueError(f'not {x}')", "raises(ValueError, f, 1) == 'not 1'"),
-    "own exception": ("class Odd(LookupError): pass\ndef f(): raise Odd('x')", "raises(Odd, f) == raises(LookupError, f)"),
-}  # fmt: skip
+    "own exception": (
+        "class Odd(LookupError): pass\ndef f(): raise Odd('x')",
+        "raises(Odd, f) == raises(LookupError, f)",
+    ),
+}
 RAISES = """
 def raises(kind, function, *arguments):
     try:
@@ -293,7 +315,7 @@ def test_helpers_are_those_of_the_prompt(task_id):
 
 def test_refused_where_nothing_shuts_in(monkeypatch):
     """Never run with less: not where the tools are missing, and not where a trial finds a hole."""
-    Wall.reason_against.cache_clear()
+    reason_against.cache_clear()
     try:
         monkeypatch.setattr(sandbox, "ENVIRONMENT", {**sandbox.ENVIRONMENT, "PATH": "/nowhere"})
         with pytest.raises(
@@ -303,7 +325,7 @@ def test_refused_where_nothing_shuts_in(monkeypatch):
         with pytest.raises(NoSandbox):
             run_program("x = 1", "assert x == 1")
     finally:
-        Wall.reason_against.cache_clear()
+        reason_against.cache_clear()
 
 
 @pytest.mark.parametrize(
@@ -317,7 +339,7 @@ def test_refused_where_nothing_shuts_in(monkeypatch):
 )
 def test_a_weak_wall_is_not_used(change, reason, tmp_path, monkeypatch):
     """A bubblewrap that does not do what it is told, or tells its own."""
-    if Wall("bubblewrap").reason_against() is not None:
+    if reason_against(Wall("bubblewrap")) is not None:
         pytest.skip("bubblewrap cannot be used here")
     command = Wall.command
 
@@ -330,12 +352,12 @@ def test_a_weak_wall_is_not_used(change, reason, tmp_path, monkeypatch):
             return words[:at] + words[at + 2 :]
         return [word for word in words if word not in change]
 
-    Wall.reason_against.cache_clear()
+    reason_against.cache_clear()
     try:
         monkeypatch.setattr(Wall, "command", weaker)
-        assert reason in Wall("bubblewrap").reason_against()
+        assert reason in reason_against(Wall("bubblewrap"))
     finally:
-        Wall.reason_against.cache_clear()
+        reason_against.cache_clear()
 
 
 AS_USER = """
@@ -349,8 +371,8 @@ from attnres.eval import sandbox
 assert os.getuid() == 4711
 for name in ("bubblewrap", "unshare"):
     wall = sandbox.Wall(name)
-    if wall.reason_against() != "not installed":
-        assert wall.reason_against() is None, wall.reason_against()
+    if sandbox.reason_against(wall) != "not installed":
+        assert sandbox.reason_against(wall) is None, sandbox.reason_against(wall)
         sandbox.available = lambda wall=wall: wall
         assert sandbox.run_program("def f(): return 1", "assert f() == 1", 60) == "passed"
         assert sandbox.run_program("def f(): return 1", "assert f() == 2", 60) == "failed"
