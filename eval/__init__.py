@@ -26,7 +26,7 @@ import torch
 from huggingface_hub import snapshot_download
 
 from ..fingerprint import folder_fingerprint
-from . import report
+from . import report, sandbox
 from .harness import (
     Benchmark,
     EvalModel,
@@ -37,6 +37,7 @@ from .harness import (
     load_model,
     load_suite,
     load_tasks,
+    marked,
     run,
     task_manager,
     versions,
@@ -94,6 +95,7 @@ def evaluate(
     benchmarks += benchmarks_of_tasks(tasks or [], manager)
     if not benchmarks:
         raise ValueError("There is nothing to evaluate on: give a suite or tasks.")
+    benchmarks = [marked(benchmark, manager) for benchmark in benchmarks]
     names = [benchmark.name for benchmark in benchmarks]
     if len(set(names)) < len(names):
         raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` is there twice.")
@@ -109,6 +111,8 @@ def evaluate(
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
         raise ValueError(f"`device={device!r}` is not there: {str(error).splitlines()[0]}") from None
+    if allow_code_execution and any(benchmark.runs_code for benchmark in benchmarks):
+        sandbox.available()
     models = [model.resolved() for model in models]
     if options.apply_chat_template or any(benchmark.apply_chat_template for benchmark in benchmarks):
         for model in models:

@@ -38,6 +38,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
+from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import AutoTokenizer, set_seed
 
 from ..conversion.checkpoint import hub_commit
@@ -111,6 +112,39 @@ def benchmarks_of_tasks(names: list[str], manager: TaskManager) -> list[Benchmar
     if unknown:
         raise ValueError(f"`{unknown[0]}` is not a task of lm-eval; `lm-eval ls tasks` lists them.")
     return [Benchmark(name=name, tasks=(name,), metric="", filter="") for name in names]
+
+
+def marked(benchmark: Benchmark, manager: TaskManager) -> Benchmark:
+    """The benchmark, with `runs_code` if one of its tasks says so of itself (`unsafe_code`)."""
+    return replace(
+        benchmark, runs_code=benchmark.runs_code or any(_runs_code(name, manager) for name in benchmark.tasks)
+    )
+
+
+def _runs_code(name: str, manager: TaskManager) -> bool:
+    entry = manager.task_index.get(name)
+    if entry is None:
+        return False
+    # From the files: with its functions, a task that runs code would do so at once
+    config = load_yaml(entry.yaml_path, resolve_func=False) if entry.yaml_path else entry.cfg or {}
+    members = list(entry.tags) if entry.kind.name == "TAG" else []
+    for member in config["task"] if isinstance(config.get("task"), list) else ():
+        if isinstance(member, dict) and member.get("unsafe_code"):
+            return True
+        members.append(member.get("task", member.get("group")) if isinstance(member, dict) else member)
+    return bool(config.get("unsafe_code")) or any(
+        _runs_code(member, manager) for member in members if isinstance(member, str) and member != name
+    )
+
+
+def in_sandbox(task: Any) -> bool:
+    """Whether a task that runs generated code has it run by our metric, and not by means of its own."""
+    functions = [*task._metric_fn_list.values(), task.config.process_results]
+    return any(
+        getattr(value, "sandboxed", False)
+        for function in functions
+        for value in getattr(function, "__globals__", {}).values()
+    )
 
 
 @dataclass(frozen=True)
@@ -233,7 +267,7 @@ def load_tasks(benchmark: Benchmark, manager: TaskManager) -> list:
         Unavailable: if a data set is gated, missing, made by a script or out of reach.
     """
     try:
-        return list(manager.load(list(benchmark.tasks))["tasks"].values())
+        tasks = list(manager.load(list(benchmark.tasks))["tasks"].values())
     except Exception as error:  # what data sets raise is of many kinds, and none may stop the other benchmarks
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         kind = type(error).__name__
@@ -246,6 +280,10 @@ def load_tasks(benchmark: Benchmark, manager: TaskManager) -> list:
         else:
             way_out = "look at the data set, or pass `--data-root`"
         raise Unavailable(f"{text} To mend it: {way_out}.") from error
+    for task in tasks:
+        if getattr(task, "UNSAFE_CODE", False) and not in_sandbox(task):
+            raise Unavailable(f"`{task.config.task}` runs generated code by means of its own, outside of the sandbox.")
+    return tasks
 
 
 def prepare_tasks(benchmark: Benchmark, tasks: list, options: EvalOptions):

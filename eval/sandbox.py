@@ -1,101 +1,286 @@
-# Copyright 2026 The attnres authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""A sandbox for programs that a model has written.
+# SPDX-License-Identifier: Apache-2.0
+"""A sandbox for programs that a model has written, and a judge that no program can reach.
 
-A program runs in a process of its own, in a new session and an own temporary folder, under limits of CPU time, memory,
-file size and open files and a wall clock; where the system allows it (`unshare`), in namespaces without network and
-without other processes. Inside, `sandboxed.py` ends the interpreter at the first attempt to reach out: to start a
-process or a signal, to open a socket, to write outside of the folder, to read what is not the interpreter's.
+**The wall** is the kernel's. A program runs in namespaces of its own (processes, mounts, network, shared memory,
+names; and users, where it is not root who starts it), made by bubblewrap where that is installed and by `unshare`
+elsewhere. Its root is read-only and holds the interpreter, the standard library and numpy; /tmp is in memory, small
+and its own; there is no /proc, no network and no program to start. It belongs to no user of the machine, has no
+capabilities, cannot get any, and fails in the system calls that have led out of sandboxes (libseccomp). Time, memory,
+files, processes and threads are limited, and all that it started ends with it. Where the system does not allow this,
+nothing is run.
 
-Programs have the standard library and nothing else. That keeps accidents and mischief away. It is no wall against a
-determined attacker: for those there are containers.
+**The judge** is another process in another such sandbox. It runs the tests. In them, the names that the program
+defines stand for calls over a pipe: arguments go to the program as plain data, results come back as plain data, and
+the judge's interpreter compares. Nothing that the program does to itself matters: it holds neither the tests nor the
+expected values nor the verdict. It can only give right answers. See `inside/`.
 """
 
+import contextlib
 import functools
+import importlib.util
+import json
+import logging
+import math
 import os
-import resource
-import secrets
+import select
 import shutil
 import signal
 import subprocess
 import sys
-import tempfile
+import sysconfig
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
+import psutil
 
-WALL_SECONDS = 10
-CPU_SECONDS = 8
-MEMORY_BYTES = 1 << 30
-FILE_BYTES = 1 << 24
-NAMESPACES = ("unshare", "--user", "--map-root-user", "--net", "--pid", "--fork", "--kill-child")
+from .inside.names import helper_names
+
+
+logger = logging.getLogger(__name__)
+
+WALL_SECONDS = 20
+# Of all processes of a program together; one alone may have half of it
+TOTAL_MEMORY_BYTES = 1 << 31
+INSIDE = Path(__file__).with_name("inside")
+ENVIRONMENT = {
+    "PATH": "/usr/bin:/bin",
+    "HOME": "/tmp",
+    "TMPDIR": "/tmp",
+    "LANG": "C.UTF-8",
+    "MALLOC_ARENA_MAX": "2",
+    **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
+}
+
+
+class NoSandbox(ValueError):
+    """This system cannot shut programs in."""
+
+
+def available() -> "Wall":
+    """The way in which this system shuts programs in.
+
+    Raises:
+        NoSandbox: if there is none, with what to do about it.
+    """
+    reasons = []
+    for wall in (Wall("bubblewrap"), Wall("unshare")):
+        reason = reason_against(wall)
+        if reason is None:
+            return wall
+        reasons.append(f"{wall.name}: {reason}")
+    raise NoSandbox(
+        f"Generated code runs in a sandbox only, and this system allows none ({'; '.join(reasons)})."
+        " Install bubblewrap (`apt-get install bubblewrap`), allow user namespaces (`sysctl"
+        " kernel.unprivileged_userns_clone=1`, `sysctl kernel.apparmor_restrict_unprivileged_userns=0`), or run in a"
+        " virtual machine or in a container that may make namespaces (`--security-opt seccomp=unconfined`)."
+    )
 
 
 @functools.lru_cache
-def namespaces() -> tuple[str, ...]:
-    """The command that puts a program into namespaces of its own; empty where the system does not allow it."""
-    if shutil.which("unshare") is None:
-        return ()
-    allowed = subprocess.run([*NAMESPACES, "true"], capture_output=True, timeout=30).returncode == 0
-    return NAMESPACES if allowed else ()
+def read_only() -> list[tuple[str, str]]:
+    """What a program sees of this machine's files, and where: libraries, the interpreter, numpy, and `inside/`."""
+    base = Path(sys.base_prefix)
+    paths = [Path("/lib"), Path("/lib64"), Path("/usr/lib"), Path("/usr/lib64"), Path("/usr/share/zoneinfo")]
+    paths += [Path("/etc/ld.so.cache"), Path(sys.executable).resolve(), Path(sysconfig.get_path("stdlib"))]
+    if base != Path("/usr"):
+        paths += [base / "lib", base / "lib64"]
+    paths = [path for path in paths if path.exists()]
+    shown = [path for path in paths if not any(path.is_relative_to(other) for other in paths if other != path)]
+    found = importlib.util.find_spec("numpy")
+    packages = [] if found is None else [Path(found.origin).parent, Path(found.origin).parents[1] / "numpy.libs"]
+    return [
+        *((str(path), str(path)) for path in dict.fromkeys(shown)),
+        *((str(path), f"/packages/{path.name}") for path in packages if path.is_dir()),
+        (str(INSIDE), "/inside"),
+    ]
 
 
-def run_program(program: str, wall_seconds: float = WALL_SECONDS) -> str:
-    """Run a program and tell how it ended: `passed`, `failed` or `timed out`.
+@functools.lru_cache
+def hidden() -> list[str]:
+    """Packages that are installed beside the standard library."""
+    library = Path(sysconfig.get_path("stdlib"))
+    return [str(library / name) for name in ("site-packages", "dist-packages") if (library / name).is_dir()]
 
-    Passed means that it ran to its end; an exit on the way, even a successful one, is a failure.
-    """
-    # Only who got to the end of the program knows what to say
-    token = secrets.token_hex(16)
-    with tempfile.TemporaryDirectory(prefix="attnres-", ignore_cleanup_errors=True) as folder:
-        path = Path(folder, "program.py")
-        path.write_text(program, encoding="utf-8", errors="surrogatepass")
-        process = subprocess.Popen(
-            [*namespaces(), sys.executable, "-I", str(Path(__file__).with_name("sandboxed.py")), str(path)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            cwd=folder,
-            env={"PATH": os.defpath, "HOME": folder, "TMPDIR": folder, "OMP_NUM_THREADS": "1", "PYTHONHASHSEED": "0"},
-            start_new_session=True,
-            preexec_fn=limit_resources,
-        )
+
+@dataclass(frozen=True)
+class Wall:
+    """A way to shut a program in: its name and what it takes to start one."""
+
+    name: str
+
+    @property
+    def user(self) -> int | None:
+        """Whom a program runs as. Root has users to give; others can only hide that they are themselves."""
+        return 61184 + os.getpid() % 4336 if os.geteuid() == 0 else None  # as systemd's dynamic users
+
+    def command(self) -> list[str]:
+        """What starts the interpreter inside."""
+        python = [str(Path(sys.executable).resolve()), "-I", "-S", "-B"]
+        if self.name == "unshare":
+            namespaces = ["--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup", "--fork", "--kill-child"]
+            users = [] if self.user is not None else ["--user", "--map-root-user"]
+            return ["unshare", *users, *namespaces, *python, str(INSIDE)]
+        users = ["--unshare-user", "--uid", "65534", "--gid", "65534"]
+        if self.user is not None:
+            users = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
+        # It would take over the rights of the folders above, and those of root are root's alone
+        above = sorted({str(parent) for _, target in read_only() for parent in Path(target).parents if parent.name})
+        files = [part for folder in above for part in ("--perms", "755", "--dir", folder)]
+        files += [part for source, target in read_only() for part in ("--ro-bind", source, target)]
+        files += [part for path in hidden() for part in ("--tmpfs", path, "--remount-ro", path)]
+        files += [
+            "--size",
+            str(1 << 26),
+            "--perms",
+            "1777",
+            "--tmpfs",
+            "/tmp",
+            "--size",
+            str(1 << 16),
+            "--tmpfs",
+            "/dev",
+        ]
+        files += ["--size", str(1 << 24), "--perms", "1777", "--tmpfs", "/dev/shm"]
+        for device in ("null", "zero", "full", "random", "urandom"):
+            files += ["--dev-bind", f"/dev/{device}", f"/dev/{device}"]
+        files += ["--remount-ro", "/dev", "--remount-ro", "/"]
+        once = ["--die-with-parent", "--new-session", "--as-pid-1", "--hostname", "sandbox"]
+        return ["bwrap", *users, *namespaces, *once, *files, *python, "/inside"]
+
+    @contextlib.contextmanager
+    def start(self, role: str, text: str, descriptors: list[int], arguments: dict, stderr: int) -> Iterator:
+        """A process in a new sandbox; everything in there is gone when the context is left."""
+        with contextlib.ExitStack() as stack:
+            lifeline, end = os.pipe()
+            stack.callback(os.close, lifeline)
+            source = os.memfd_create("text")
+            stack.callback(os.close, source)
+            with os.fdopen(os.dup(source), "wb") as file:
+                file.write(text.encode("utf-8", "surrogatepass"))
+            os.lseek(source, 0, os.SEEK_SET)
+            build = {"read_only": read_only()[:-1], "hidden": hidden()} if self.name == "unshare" else None
+            options = {"role": role, "build": build, "user": self.user, "text": source, "lifeline": lifeline}
+            options |= {"descriptors": descriptors, "arguments": arguments}
+            process = subprocess.Popen(
+                [*self.command(), json.dumps(options)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=stderr,
+                cwd="/",
+                env=ENVIRONMENT,
+                pass_fds=[lifeline, source, *descriptors],
+                start_new_session=True,
+            )
         try:
-            output, _ = process.communicate(token.encode(), timeout=wall_seconds)
-        except subprocess.TimeoutExpired:
-            return "timed out"
+            # Where memory runs out, it is taken from here
+            with contextlib.suppress(OSError):
+                Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
+            yield process
         finally:
-            kill(process)
-    return "passed" if output == token.encode() else "failed"
+            os.close(end)  # process 1 in there sees this and ends, and with it everything
+            try:
+                process.wait(timeout=5)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+                process.wait()
 
 
-def limit_resources():
-    """What the program may use; runs in the new process before it becomes the interpreter."""
-    for what, most in (
-        (resource.RLIMIT_CPU, CPU_SECONDS),
-        (resource.RLIMIT_AS, MEMORY_BYTES),
-        (resource.RLIMIT_FSIZE, FILE_BYTES),
-        (resource.RLIMIT_NOFILE, 64),
-        (resource.RLIMIT_CORE, 0),
-    ):
-        resource.setrlimit(what, (most, most))
+@functools.lru_cache
+def reason_against(wall: Wall) -> str | None:
+    """Why this cannot be used here: it cannot be started, or a trial found it weak."""
+    if shutil.which(wall.command()[0], path=ENVIRONMENT["PATH"]) is None:
+        return "not installed"
+    reader, writer = os.pipe()
+    with open(reader, "rb") as verdict, contextlib.ExitStack() as stack:
+        with open(writer, "wb"):
+            process = stack.enter_context(
+                wall.start("trial", "", [writer], {"verdict": writer}, stderr=subprocess.PIPE)
+            )
+        word = verdict.read() if select.select([verdict], [], [], 60)[0] else b"no answer"
+    if word == b"none":
+        return None
+    if word:
+        return f"programs could {word.decode()}".replace("\n", ", ")
+    return (process.stderr.read().decode(errors="replace").strip().splitlines() or ["it ended at once"])[-1]
 
 
-def kill(process: subprocess.Popen):
-    """The process and all that it has started."""
+def run_program(program: str, tests: str, wall_seconds: float = WALL_SECONDS) -> str:
+    """Judge a program by tests: `passed`, `failed`, `timed out`, or `unusable: ` and why the tests cannot be run.
+
+    Raises:
+        NoSandbox: if this system allows none.
+    """
+    wall = available()
     try:
-        os.killpg(process.pid, signal.SIGKILL)
-    except ProcessLookupError:
-        pass
-    process.wait()
-    process.stdout.close()
+        helpers = sorted(helper_names(tests))
+    except (SyntaxError, ValueError) as error:
+        return f"unusable: {error}"
+    with contextlib.ExitStack() as stack:
+        verdict, writer = os.pipe()
+        stack.callback(os.close, verdict)
+        channels, processes = [], []
+        with contextlib.ExitStack() as ours:
+            ours.callback(os.close, writer)
+            for names in [[], helpers] if helpers else [[]]:
+                answers, answer_writer = os.pipe()
+                requests, request_writer = os.pipe()
+                for descriptor in (answers, answer_writer, requests, request_writer):
+                    ours.callback(os.close, descriptor)
+                channels.append((answers, request_writer))
+                arguments = {"reader": requests, "writer": answer_writer, "helpers": names}
+                processes.append(
+                    stack.enter_context(
+                        wall.start("program", program, [requests, answer_writer], arguments, subprocess.DEVNULL)
+                    )
+                )
+            descriptors = [writer, *(descriptor for channel in channels for descriptor in channel)]
+            arguments = {"channels": channels, "helpers": helpers, "verdict": writer}
+            processes.append(
+                stack.enter_context(wall.start("judge", tests, descriptors, arguments, subprocess.DEVNULL))
+            )
+        return wait_for_verdict(verdict, processes, wall_seconds)
+
+
+def wait_for_verdict(verdict: int, processes: list[subprocess.Popen], wall_seconds: float) -> str:
+    """What the judge says, if it says it in time and nobody takes too much memory."""
+    deadline = time.monotonic() + wall_seconds
+    while time.monotonic() < deadline:
+        if select.select([verdict], [], [], min(0.25, max(0, deadline - time.monotonic())))[0]:
+            return os.read(verdict, 1000).decode(errors="replace") or "failed"
+        if memory_in_use(processes) > TOTAL_MEMORY_BYTES:
+            return "failed"
+    return "timed out"
+
+
+def memory_in_use(processes: list[subprocess.Popen]) -> int:
+    """Of these and of everything that they have started, in bytes."""
+    total = 0
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            for child in psutil.Process(process.pid).children(recursive=True):
+                with contextlib.suppress(psutil.Error):
+                    total += child.memory_info().rss
+    return total
+
+
+def pass_at_k(predictions: list[list[str]], references: list[str], k: list[int]) -> tuple[dict[str, float], list]:
+    """Judge programs, several for each reference, and estimate how often one of k passes.
+
+    Returns:
+        `pass@k` by its name, for every k, and the outcomes.
+    """
+    outcomes = [
+        [run_program(program, tests) for program in programs] for programs, tests in zip(predictions, references)
+    ]
+    for reason in {outcome for row in outcomes for outcome in row if outcome.startswith("unusable")}:
+        logger.warning("Tests count as failed that could not be run: %s", reason.removeprefix("unusable: "))
+    passed = [(len(row), row.count("passed")) for row in outcomes]
+    scores = {
+        f"pass@{k_}": sum(1 - math.comb(n - right, k_) / math.comb(n, k_) for n, right in passed) / len(passed)
+        for k_ in k
+        if all(n >= k_ for n, _ in passed)
+    }
+    return scores, outcomes

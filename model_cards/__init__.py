@@ -250,6 +250,8 @@ def _inspection(folder: Path) -> dict[str, Any] | None:
     states = [model["state"] for model in models]
     is_current = checkpoint_fingerprint(folder) in states if any(states) else True  # older figures do not tell
     return {"version": results.get("attnres_version"), "models": models, "is_current": is_current}
+
+
 def read_metadata(card: Path) -> dict[str, Any]:
     """The metadata of a card; none if there is no card.
 

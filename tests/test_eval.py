@@ -7,6 +7,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lm_eval
@@ -23,9 +24,17 @@ from transformers import AutoModelForCausalLM
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite, surroundings
-from attnres.eval.harness import Unavailable, _sample, load_model, load_tasks, task_manager
+from attnres.eval.harness import (
+    Benchmark,
+    Unavailable,
+    _sample,
+    in_sandbox,
+    load_model,
+    load_tasks,
+    task_manager,
+)
 from attnres.eval.report import rebuild
-from attnres.eval.sandbox import run_program
+from attnres.eval.sandbox import NoSandbox, Wall, reason_against
 from attnres.eval.saved import Finished, ModelResults
 from attnres.eval.statistics import bootstrap_interval, compare, holm, score
 from attnres.fingerprint import checkpoint_fingerprint
@@ -135,6 +144,59 @@ def test_chat_suite(paper, checkpoints, tmp_path):
         for task in row["generation"]:
             prompt, examples = answerers["right"].prompts[task], row["num_fewshot"][task]
             assert prompt.count("<user>") == prompt.count("<assistant>") == examples + 1, task
+
+
+def test_tasks_that_run_code_by_their_names(paper, tmp_path):
+    """They say so themselves, also from within a group, and go the way of the rows of a suite."""
+    root, tasks = paper
+    own = tmp_path / "own"
+    own.mkdir()
+    (own / "group.yaml").write_text("group: some_code\ntask: [humaneval]\n")
+    arguments = {"tasks": ["some_code", "mbpp", "arc_challenge"], "data_root": root, "include_path": own}
+    asked = Answerer(tasks)
+    results = evaluate(["right"], tmp_path / "not allowed", **arguments, make_model=lambda *args: asked)
+    line = "it runs generated code; `--allow-code-execution` allows that"
+    assert results["skipped"] == {"some_code": line, "mbpp": line}
+    assert {task for task, _ in asked.asked} == {"arc_challenge"}
+    results = evaluate(
+        ["right", "wrong"],
+        tmp_path / "allowed",
+        **arguments,
+        allow_code_execution=True,
+        make_model=lambda model, *args: Answerer(tasks, lambda task, doc_id: model.path == "wrong"),
+    )
+    scores = {row["benchmark"]["name"]: [score for score, _ in row["scores"]] for row in results["rows"]}
+    assert not results["skipped"] and scores == dict.fromkeys(("some_code", "mbpp", "arc_challenge"), [1.0, 0.0])
+
+
+def test_code_is_not_run_without_walls(paper, tmp_path, monkeypatch):
+    """Refused before a model is loaded or a folder is made."""
+    monkeypatch.setattr(Wall, "command", lambda self: ["/nowhere/" + self.name])
+    reason_against.cache_clear()
+    try:
+        with pytest.raises(NoSandbox, match="bubblewrap: not installed.*Install bubblewrap"):
+            evaluate(
+                ["model"],
+                tmp_path / "out",
+                tasks=["humaneval"],
+                data_root=paper[0],
+                allow_code_execution=True,
+                make_model=None,
+            )
+    finally:
+        reason_against.cache_clear()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_task_that_runs_code_by_itself(manager, paper, monkeypatch):
+    """Not even where code may be run: it would run outside of the sandbox."""
+    with surroundings(paper[0], allow_code_execution=True):
+        (task,) = tasks_without_data(manager, ["humaneval"], 4, monkeypatch).values()
+        assert in_sandbox(task)
+        monkeypatch.setitem(task._metric_fn_list["pass_at_k"].__globals__, "compute_", None)
+        assert not in_sandbox(task)
+        with pytest.raises(Unavailable, match="`humaneval` runs generated code by means of its own"):
+            load_tasks(Benchmark("HumanEval", ("humaneval",), ""), manager)
 
 
 def test_planted_errors(quick_eval):
@@ -774,45 +836,3 @@ def test_interval_covers():
         low, high = bootstrap_interval(strata, seed=i, resamples=500)
         covered += low <= truth <= high
     assert 0.92 <= covered / 300 <= 0.98  # 95 %, and two standard errors of 300 experiments
-
-
-# --- generated code
-
-HARM = {
-    "fork bomb": "import os\nwhile True:\n    os.fork()",
-    "processes": "import subprocess\nsubprocess.run(['ls'])",
-    "endless loop": "while True:\n    pass",
-    "10 GB": "x = bytearray(10 * 1024**3)",
-    "NUL byte": "a = '\x00'",
-    "kill": "import os\ntry:\n    os.kill(os.getppid(), 9)\nexcept BaseException:\n    pass",
-    "home": "import os, pathlib\nos.listdir(pathlib.Path.home().parent)",
-    "password file": "open('/etc/passwd').read()",
-    "delete": "import os\ntry:\n    os.remove({victim!r})\nexcept BaseException:\n    pass",
-    "overwrite": "open({victim!r}, 'w')",
-    "delete a folder": "import shutil\nshutil.rmtree({folder!r}, ignore_errors=True)",
-    "network": "import socket\ntry:\n    socket.create_connection(('127.0.0.1', 9))\nexcept OSError:\n    pass",
-    "ctypes": "import ctypes\nctypes.CDLL(None)",
-    "exit": "import sys\nsys.exit(0)",
-    "hard exit": "import os\nos._exit(0)",
-    "large file": "open('x', 'wb').write(b'0' * (1 << 26))",
-    "recursion": "def f():\n    return f()\nf()",
-    "wrong": "assert 1 + 1 == 3",
-    "syntax": "def",
-}
-
-
-@pytest.mark.parametrize("kind", HARM)
-def test_harm(kind, tmp_path):
-    victim = tmp_path / "victim"
-    victim.write_text("here")
-    program = HARM[kind].replace("{victim!r}", repr(str(victim))).replace("{folder!r}", repr(str(tmp_path)))
-    assert run_program(program, wall_seconds=2) in ("failed", "timed out")
-    assert victim.read_text() == "here"
-
-
-def test_good_programs():
-    assert (
-        run_program("print('hello')\nimport math, re, collections, hashlib, typing\nassert math.sqrt(4) == 2")
-        == "passed"
-    )
-    assert run_program("open('own', 'w').write('x')\nassert open('own').read() == 'x'") == "passed"

@@ -6,7 +6,7 @@ import pytest
 import torch
 from rounding import UpToRounding
 from test_loading import run_python
-from tiny_models import convert, randomize_queries, relative_error, tiny_base_config, tiny_base_model
+from tiny_models import convert, randomize_queries, tiny_base_config, tiny_base_model
 from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
 import attnres.depth_attention
