@@ -140,6 +140,7 @@ def _runs_code(name: str, manager: TaskManager) -> bool:
 def in_sandbox(task: Any) -> bool:
     """Whether a task that runs generated code has it run by our metric, and not by means of its own."""
     functions = [*task._metric_fn_list.values(), task.config.process_results]
+    functions = [getattr(function, "__self__", function) for function in functions]  # lm-eval keeps their `__call__`
     return any(
         getattr(value, "sandboxed", False)
         for function in functions
