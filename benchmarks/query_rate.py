@@ -176,13 +176,12 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures."
         cells = [model, entry["width"], entry["layers"], entry["tokens_per_step"], ", ".join(f"{r:g}" for r in rates)]
         cells += [losses.get(mode, "") for mode in LEARNING_RATES]
         lines.append(f"| {' | '.join(map(str, cells))} |")
-    lines += ["", "Queries alone at constant rates: change of the held-out loss.", ""]
-    lines += [f"| model | {' | '.join(f'{rate:g}' for rate in CONSTANT_RATES)} |", "|---" * 7 + "|"]
+    lines += ["", "Queries alone, measured and at constant rates: change of the held-out loss.", ""]
+    lines += [f"| model | measured | {' | '.join(f'{rate:g}' for rate in CONSTANT_RATES)} |", "|---" * 8 + "|"]
     for model in models:
-        runs = [e for e in found if e["model"] == model and "query_learning_rate" in e]
-        changes = {e["query_learning_rate"]: f"{e['losses'][-1] - e['losses'][0]:+.4f}" for e in runs}
-        if changes:
-            lines.append(f"| {model} | {' | '.join(changes.get(rate, '') for rate in CONSTANT_RATES)} |")
+        runs = [e for e in found if e["model"] == model and e["mode"] == "queries" and "seed" not in e]
+        changes = {e.get("query_learning_rate"): f"{e['losses'][-1] - e['losses'][0]:+.4f}" for e in runs}
+        lines.append(f"| {model} | {' | '.join(changes.get(rate, '') for rate in (None, *CONSTANT_RATES))} |")
     write_file(results / "table.md", "# The measured learning rate of the depth queries\n\n" + "\n".join(lines) + "\n")
     console.print("\n".join(lines), highlight=False)
 
