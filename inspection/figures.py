@@ -140,7 +140,8 @@ def profiles(statistics: list[DepthStatistics]) -> Figure:
             row[3].set(title="gradient of what is written, RMS", yscale="log")
         for axis in row[2:]:
             low, high = axis.get_ylim()
-            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5) if high > 10 * low else (1, 1.5, 2, 3, 4, 5, 7)))
+            # Less than a decade may hold no round number of a logarithmic scale
+            axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(5))
             axis.yaxis.set_major_formatter("{x:g}")
             axis.yaxis.set_minor_locator(NullLocator())
         for axis in row:
