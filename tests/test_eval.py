@@ -146,24 +146,26 @@ def test_chat_suite(paper, checkpoints, tmp_path):
             assert prompt.count("<user>") == prompt.count("<assistant>") == examples + 1, task
 
 
-def test_tasks_that_run_code_by_their_names(paper, tmp_path):
+def test_tasks_that_run_code_by_their_names(paper, checkpoints, tmp_path):
     """They say so themselves, also from within a group, and go the way of the rows of a suite."""
     root, tasks = paper
     own = tmp_path / "own"
     own.mkdir()
     (own / "group.yaml").write_text("group: some_code\ntask: [humaneval]\n")
     arguments = {"tasks": ["some_code", "mbpp", "arc_challenge"], "data_root": root, "include_path": own}
+    for name in ("right", "wrong"):
+        shutil.copytree(checkpoints / "base", tmp_path / name)
     asked = Answerer(tasks)
-    results = evaluate(["right"], tmp_path / "not allowed", **arguments, make_model=lambda *args: asked)
+    results = evaluate([str(tmp_path / "right")], tmp_path / "not allowed", **arguments, make_model=lambda *args: asked)
     line = "it runs generated code; `--allow-code-execution` allows that"
     assert results["skipped"] == {"some_code": line, "mbpp": line}
     assert {task for task, _ in asked.asked} == {"arc_challenge"}
     results = evaluate(
-        ["right", "wrong"],
+        [str(tmp_path / name) for name in ("right", "wrong")],
         tmp_path / "allowed",
         **arguments,
         allow_code_execution=True,
-        make_model=lambda model, *args: Answerer(tasks, lambda task, doc_id: model.path == "wrong"),
+        make_model=lambda model, *args: Answerer(tasks, lambda task, doc_id: model.name == "wrong"),
     )
     scores = {row["benchmark"]["name"]: [score for score, _ in row["scores"]] for row in results["rows"]}
     assert not results["skipped"] and scores == dict.fromkeys(("some_code", "mbpp", "arc_challenge"), [1.0, 0.0])
@@ -507,6 +509,7 @@ def killed_after(num_calls, command):
     assert result.returncode == -signal.SIGKILL, result.stderr
 
 
+@pytest.mark.slow
 def test_killed(checkpoints, paper, tmp_path):
     """SIGKILL after the first benchmark is done; the rerun ends as an uninterrupted run does."""
     models = [checkpoints / "base", checkpoints / "trained"]
@@ -556,6 +559,7 @@ def test_adapters_templates_and_batches(checkpoints, paper, tmp_path):
     assert not hashes[0] & hashes[1]
 
 
+@pytest.mark.slow
 def test_killed_inside_a_benchmark(checkpoints, paper, tmp_path):
     """SIGKILL among the requests: those that were answered are not asked again."""
     arguments = ["eval", checkpoints / "trained", "--tasks", "hellaswag", "--data-root", paper[0], "-o"]
@@ -706,6 +710,7 @@ def test_what_is_recorded_of_the_hub_is_what_is_loaded(checkpoints, tmp_path):
     assert "`tester/model` holds no adapter_config.json" in result.stdout
 
 
+@pytest.mark.slow
 def test_two_processes(checkpoints, paper, tmp_path):
     """As `accelerate launch` and torchrun start them, on a CPU: the same scores as in one."""
     arguments = [
