@@ -187,7 +187,8 @@ def hub_commit(source: str | Path, revision: str | None = None, file: str = "con
         return None
     with _hub_errors(source, revision):
         try:
-            return Path(hf_hub_download(str(source), file, revision=revision)).parent.name
+            path = hf_hub_download(str(source), file, revision=revision, local_files_only=not hub_can_be_reached())
+            return Path(path).parent.name
         except LocalEntryNotFoundError:
             raise
         except EntryNotFoundError:

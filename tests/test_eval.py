@@ -156,7 +156,9 @@ def test_tasks_that_run_code_by_their_names(paper, checkpoints, tmp_path):
     for name in ("right", "wrong"):
         shutil.copytree(checkpoints / "base", tmp_path / name)
     asked = Answerer(tasks)
-    results = evaluate([str(tmp_path / "right")], tmp_path / "not allowed", **arguments, make_model=lambda *args: asked)
+    results = evaluate(
+        [str(tmp_path / "right")], tmp_path / "not allowed", **arguments, make_model=lambda *args: asked
+    )
     line = "it runs generated code; `--allow-code-execution` allows that"
     assert results["skipped"] == {"some_code": line, "mbpp": line}
     assert {task for task, _ in asked.asked} == {"arc_challenge"}

@@ -191,7 +191,8 @@ def test_kills_of_every_mode_and_schedule(tmp_path):
 @pytest.mark.parametrize("moment", ["start", "training", "saving"])
 def test_interrupted(folder, tmp_path, moment):
     """SIGINT: one line, no traceback, exit code 130, and the run goes on when it is started again."""
-    (tmp_path / "run.yaml").write_text(yaml.safe_dump(fields(folder, tmp_path / "out", max_steps=30, save_steps=1)))
+    config = fields(folder, tmp_path / "out", max_steps=30, save_steps=1, disable_tqdm=True)
+    (tmp_path / "run.yaml").write_text(yaml.safe_dump(config))
     script = tmp_path / "interrupted.py"  # the program, with a signal from within at the moment
     hooks = {
         "start": "attnres.training.finetune.prepare",
@@ -211,7 +212,7 @@ def test_interrupted(folder, tmp_path, moment):
         f"target.{name} = interrupt\n"
         "main()\n"
     )
-    arguments = ["finetune", str(tmp_path / "run.yaml"), "disable_tqdm=true"]
+    arguments = ["finetune", str(tmp_path / "run.yaml")]
     result = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True)
     assert result.returncode == 130, result.stderr
     assert "Traceback" not in result.stderr
@@ -219,7 +220,7 @@ def test_interrupted(folder, tmp_path, moment):
     assert not (tmp_path / "out/final").exists()
     if moment == "saving":
         assert (tmp_path / "out/checkpoint-1").exists()  # not whole
-        assert finetune(yaml.safe_load((tmp_path / "run.yaml").read_text())).history[-1]["step"] == 30
+        assert finetune(config).history[-1]["step"] == 30
 
 
 def test_two_processes_match_one(folder, tmp_path):

@@ -135,6 +135,7 @@ def test_nothing_else_is_pushed(hub, checkpoint, tmp_path):
     for name in secrets:
         (checkpoint / name).parent.mkdir(exist_ok=True, parents=True)
         (checkpoint / name).write_text("SECRET")
+    (checkpoint / "depth/depth.json").write_text('{"models": [], "text": "SECRET"}')
     (checkpoint / "depth/weights.png").write_bytes(b"")
     (tmp_path / "secret").mkdir()
     (tmp_path / "secret/key").write_text("SECRET")
@@ -193,7 +194,7 @@ from transformers import AutoTokenizer
 model = AttnResForCausalLM.from_pretrained(sys.argv[1])
 model.push_to_hub("tester/from-python", private=True)
 AutoTokenizer.from_pretrained(sys.argv[1]).push_to_hub("tester/from-python")
-assert not model.is_remote_code() and getattr(model.config, "auto_map", None) is None
+assert not model.is_remote_code() and not model.config.auto_map
 model.save_pretrained(sys.argv[2])
 """
 
