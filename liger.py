@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Liger's kernels in an AttnRes model: those of its base's sublayers, and the fused linear cross-entropy.
 
 Liger looks models up by model type, so importing it registers the function below (see `attnres/__init__.py`), and

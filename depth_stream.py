@@ -1,0 +1,375 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The residual stream as an object: what the layers of a base get in place of the tensor.
+
+A decoder treats its residual stream in two ways only. It adds the output of a sublayer to it, and it reads it. A
+`DepthStream` keeps what was added apart, and lets every read attend over it (arXiv 2603.15031, equations 2 to 6):
+
+    stream + output    writes: a new stream whose open block has one more output
+    anything else      reads: the mix over depth at this site, a plain tensor
+
+A *site* is a place between two writes; site 0 is in front of the first one, and the last site is where the final norm
+reads. After every `block_size` writes the sum of their outputs becomes a source of its own, a closed block; the first
+source is the embedding. A stream is a value, as a tensor is: nothing changes one that exists, so what recomputes a
+layer (activation checkpointing) or hands streams about (FSDP, pipelines) computes the same again.
+"""
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .depth_attention import (
+    BlockCache,
+    depth_weights,
+    has_kernel,
+    mix_and_norm,
+    norm_of,
+    read_and_norm,
+    source_scores,
+)
+
+
+@dataclass
+class DepthRecorder:
+    """What is to be seen of the reads and writes of one forward pass, and what is to be left out.
+
+    Pass one to a model as `depth_recorder=`. With a recorder every read computes its weights, without block cache.
+    """
+
+    # By site: the source that the softmax leaves out there
+    masked_source: dict[int, int] = field(default_factory=dict)
+    # By site, `[batch, seq, sources]`: the embedding, the closed blocks, and the partial sum if a block is open
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)
+    # By the site in front of it, `[batch, seq, hidden]`: what a sublayer has written
+    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+
+
+@dataclass(eq=False)  # a dataclass, as FSDP2 looks for tensors in these
+class DepthStream:
+    """The sources of the reads over depth, at one site.
+
+    Args:
+        queries: the folded queries of all sites, `[sites, hidden]`.
+        blocks: the embedding and the sum of every closed block, each `[batch, seq, hidden]`.
+        partial: the sum of the outputs in the open block, or `None` if a block has just been closed.
+        site: the number of writes so far.
+        block_size: writes per block.
+        eps: epsilon of the RMSNorm on the keys.
+        sums: whether a read is multiplied by its number of sources, so that queries of zero read the sum of all.
+        cast: what a reader has asked for by `.to(dtype)`, given to the next read or write.
+        recorder: of this forward pass, if there is one.
+    """
+
+    queries: torch.Tensor
+    blocks: tuple[torch.Tensor, ...]
+    partial: torch.Tensor | None = None
+    site: int = 0
+    block_size: int = 1
+    eps: float = 1e-6
+    sums: bool = False
+    cast: torch.dtype | None = None
+    recorder: DepthRecorder | None = None
+
+    def __post_init__(self):
+        # Kept from read to read, and computed again where only the fields have come along
+        self.mix: torch.Tensor | None = None
+        self.scores: tuple[tuple[int, tuple[torch.Tensor, ...]], ...] = ()  # per block: of which sites on, by site
+        self.scored_ahead: int | None = None  # for how many sites a block is scored at once; `None`: all
+        self.cache: BlockCache | None = None
+        self.cache_pass = 0
+
+    # Writing
+
+    def write(self, output: torch.Tensor) -> "DepthStream":
+        """The stream with one more output, `[batch, seq, hidden]`; closes the block if this is its last."""
+        dtype = torch.promote_types(self.dtype, output.dtype)  # as a sum of tensors has it
+        if output.dtype != dtype:
+            output = output.to(dtype)
+        if self.recorder is not None:
+            self.recorder.outputs[self.site] = output
+        partial = output if self.partial is None else self.partial + output
+        if (self.site + 1) % self.block_size:
+            return self._with(self.blocks, partial, self.site + 1, None, self.cache)
+        cache = self._usable_cache(partial)
+        block = partial if cache is None else cache.append(partial)
+        return self._with((*self.blocks, block), None, self.site + 1, None, cache)
+
+    def _with(self, blocks, partial, site: int, cast: torch.dtype | None, cache: BlockCache | None) -> "DepthStream":
+        new = type(self)(
+            self.queries, blocks, partial, site, self.block_size, self.eps, self.sums, cast, self.recorder
+        )
+        new.scores, new.scored_ahead, new.cache, new.cache_pass = (
+            self.scores,
+            self.scored_ahead,
+            cache,
+            self.cache_pass,
+        )
+        return new
+
+    # Reading
+
+    @property
+    def sources(self) -> tuple[torch.Tensor, ...]:
+        return self.blocks if self.partial is None else (*self.blocks, self.partial)
+
+    def read(self, norm: nn.Module | None = None) -> torch.Tensor:
+        """The mix over depth at this site, `[batch, seq, hidden]`, with the norm that reads it if that is given."""
+        if self.mix is None and len(self.blocks) == 1 and self.partial is None and self.recorder is None:
+            self.mix = self.blocks[0]  # the softmax over one source is 1
+        if self.mix is not None:
+            mix = self.mix if self.cast is None else self.mix.to(self.cast)
+            return mix if norm is None else norm_of(norm, mix)
+        cache = self._usable_cache(self.newest)
+        if cache is not None:
+            result = cache.read(self.site, self.partial, norm, self._factor())
+        else:
+            result = self._read_sources(norm)
+        if self.cast is not None:
+            result = result.to(self.cast)
+        if norm is None:
+            self.mix = result
+        return result
+
+    def _factor(self) -> int:
+        return len(self.sources) if self.sums else 1
+
+    def _read_sources(self, norm: nn.Module | None) -> torch.Tensor:
+        scores = self._scores_of_blocks()
+        masked = None if self.recorder is None else self.recorder.masked_source.get(self.site)
+        if self.recorder is None and self.partial is not None and has_kernel(norm, self.partial):
+            query = self.queries[self.site]
+            return read_and_norm(query, self.sources, scores, self.eps, norm, self._factor())[0]
+        if self.partial is not None:
+            query = self.queries[self.site : self.site + 1]
+            scores.append(source_scores(query, self.partial, self.eps)[..., 0])
+        weights = depth_weights(scores, masked)
+        if self.recorder is not None:
+            self.recorder.weights[self.site] = weights
+        return mix_and_norm(weights * len(scores) if self.sums else weights, self.sources, norm)
+
+    def _scores_of_blocks(self) -> list[torch.Tensor]:
+        """Of every closed block for this site, `[batch, seq]`: a block is scored for all later sites at once."""
+        scores = self.scores
+        if scores and self.site - scores[-1][0] >= len(scores[-1][1]):
+            scores = ()
+        end = None if self.scored_ahead is None else self.site + self.scored_ahead
+        for block in self.blocks[len(scores) :]:
+            # A tensor for each site: slices, taken where they are read, would have gradients as large as the whole
+            columns = source_scores(self.queries[self.site : end], block, self.eps).unbind(-1)
+            scores = (*scores, (self.site, columns))
+        self.scores = scores
+        return [columns[self.site - first] for first, columns in scores]
+
+    # The block cache
+
+    def keep_in(self, cache: BlockCache) -> "DepthStream":
+        """The stream with its closed blocks in a block cache, which makes reads faster where no gradients are wanted.
+
+        Raises:
+            RuntimeError: at a later read, if the cache has been given to another forward pass in the meantime.
+        """
+        cache.start(self.queries, self.newest, self.block_size, self.eps)
+        new = self._with(
+            tuple(cache.append(block) for block in self.blocks), self.partial, self.site, self.cast, cache
+        )
+        new.cache_pass = cache.num_passes
+        return new
+
+    def _usable_cache(self, source: torch.Tensor) -> BlockCache | None:
+        """The block cache, if it holds the blocks of this stream and not those of one that has gone further.
+
+        Args:
+            source: what is to be read or kept, which has to be of the dtype of the cache.
+        """
+        if self.cache is None:
+            return None
+        if self.cache.num_passes != self.cache_pass:
+            raise RuntimeError(
+                f"This residual stream (site {self.site}) is of an earlier forward pass: its blocks are no longer in"
+                " memory. Read it before the model runs again."
+            )
+        is_current = len(self.cache) == len(self.blocks)
+        return self.cache if is_current and source.dtype == self.cache.values.dtype else None
+
+    # As a tensor
+
+    def on_sources(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DepthStream":
+        """The stream with a function on every source: one that is linear and keeps the hidden dimension."""
+        partial = None if self.partial is None else function(self.partial)
+        return replace(self, blocks=tuple(function(block) for block in self.blocks), partial=partial)
+
+    def to(self, *args, **kwargs) -> "DepthStream":
+        """As of a tensor. Neither is a read: a dtype is remembered for the next one, a device moves the sources."""
+        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        for arg in args:
+            if isinstance(arg, torch.dtype):
+                dtype = arg
+            elif isinstance(arg, (torch.device, str, int)) and not isinstance(arg, bool):
+                device = arg
+            elif hasattr(arg, "dtype"):
+                dtype, device = arg.dtype, arg.device
+        stream = self
+        if dtype is not None and dtype != self.dtype:
+            stream = self._with(self.blocks, self.partial, self.site, dtype, self.cache)
+        if device is not None and torch.device(device) != self.device:
+            non_blocking = kwargs.get("non_blocking", False)
+            moved = stream.on_sources(lambda source: source.to(device, non_blocking=non_blocking))
+            moved = replace(moved, queries=stream.queries.to(device, non_blocking=non_blocking))
+            moved.scored_ahead = stream.scored_ahead
+            stream = moved if stream.cache is None else moved.keep_in(BlockCache())
+        return stream
+
+    def reshape(self, *shape):
+        shape = tuple(shape[0]) if not isinstance(shape[0], int) else shape
+        if shape[-1] == self.shape[-1]:
+            return self.on_sources(lambda source: source.reshape(shape))
+        return self.read().reshape(shape)
+
+    view = reshape
+
+    def contiguous(self) -> "DepthStream":
+        return self
+
+    @property
+    def newest(self) -> torch.Tensor:
+        return self.blocks[-1] if self.partial is None else self.partial
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.newest.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.newest.ndim
+
+    @property
+    def device(self) -> torch.device:
+        return self.newest.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.newest.is_cuda
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.newest.dtype if self.cast is None else self.cast
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.newest.requires_grad
+
+    def size(self, *args):
+        return self.newest.size(*args)
+
+    def dim(self) -> int:
+        return self.newest.dim()
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def __add__(self, other):
+        return self.write(other) if self._is_output(other) else self.read() + other
+
+    __radd__ = __add__
+    __iadd__ = __add__
+
+    def _is_output(self, other: Any) -> bool:
+        return isinstance(other, torch.Tensor) and other.shape == self.shape
+
+    def __mul__(self, other):
+        is_number = not isinstance(other, torch.Tensor) or other.numel() == 1
+        return self.on_sources(lambda source: source * other) if is_number else self.read() * other
+
+    __rmul__ = __mul__
+    __imul__ = __mul__
+
+    def __sub__(self, other):
+        return self.read() - other
+
+    def __getitem__(self, index):
+        return self.read()[index]
+
+    def __len__(self) -> int:
+        return len(self.newest)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in ("add", "__add__", "__radd__", "__iadd__") and len(args) == 2 and not kwargs:
+            stream, output = args if isinstance(args[0], cls) else args[::-1]
+            if stream._is_output(output):
+                return stream.write(output)  # not `+`, which a compiler brings back here
+        if name == "dropout" and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
+            return args[0] if args else kwargs["input"]
+        if name.endswith("_") and not name.endswith("__"):
+            raise TypeError(f"`{name}` works in place, and the residual stream of an AttnRes model is a value.")
+        return function(*_read_all(args), **{name: _read_all(value) for name, value in kwargs.items()})
+
+
+def _read_all(value: Any) -> Any:
+    if isinstance(value, DepthStream):
+        return value.read()
+    return type(value)(_read_all(item) for item in value) if type(value) in (tuple, list) else value
+
+
+def _reading(name: str) -> Callable:
+    def method(self: DepthStream, *args, **kwargs):
+        return getattr(self.read(), name)(*args, **kwargs)
+
+    return method
+
+
+# By name, as a compiler recurses in `__getattr__`
+for _name in (
+    *("abs", "chunk", "clone", "detach", "dropout", "expand", "flatten", "masked_fill", "matmul", "mean", "norm"),
+    *("numel", "permute", "pow", "split", "square", "stride", "sum", "transpose", "type_as", "unsqueeze", "__truediv__"),
+):
+    setattr(DepthStream, _name, _reading(_name))
+for _name, _dtype in (("float", torch.float32), ("double", torch.float64), ("half", torch.float16)):
+    setattr(DepthStream, _name, functools.partialmethod(DepthStream.to, _dtype))
+DepthStream.bfloat16 = functools.partialmethod(DepthStream.to, torch.bfloat16)
+
+
+# For export, pipelines, and FSDP2 before torch 2.13
+pytree.register_pytree_node(
+    DepthStream,
+    lambda s: (
+        [s.queries, s.partial, *s.blocks],
+        (s.site, s.block_size, s.eps, s.sums, s.cast, s.recorder),
+    ),
+    lambda leaves, context: DepthStream(leaves[0], tuple(leaves[2:]), leaves[1], *context),
+    serialized_type_name=f"{__name__}.DepthStream",
+)
+
+
+def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
+    """Activation checkpointing of a layer: nothing but tensors crosses `checkpoint`, and each run has its own stream."""
+    if not args or not isinstance(args[0], DepthStream):
+        return checkpoint(function, *args)
+    stream, *others = args
+    num_blocks, sites = len(stream.blocks), []
+
+    def on_tensors(queries, partial, *blocks_and_others):
+        blocks, others = blocks_and_others[:num_blocks], blocks_and_others[num_blocks:]
+        inner = replace(stream, queries=queries, partial=partial, blocks=blocks)
+        inner.scored_ahead = stream.scored_ahead
+        output = function(inner, *others)
+        written, *rest = output if isinstance(output, tuple) else (output,)
+        if not isinstance(written, DepthStream):
+            return written, *rest
+        sites[:] = [written.site, isinstance(output, tuple)]
+        return written.partial, *rest, *written.blocks[num_blocks:]
+
+    outputs = checkpoint(on_tensors, stream.queries, stream.partial, *stream.blocks, *others)
+    if not sites:  # the layer's hook says what is wrong with that
+        return outputs
+    site, is_tuple = sites
+    num_closed = (site // stream.block_size) - (stream.site // stream.block_size)
+    end = len(outputs) - num_closed
+    new = replace(stream, partial=outputs[0], blocks=(*stream.blocks, *outputs[end:]), site=site, cast=None)
+    return (new, *outputs[1:end]) if is_tuple else new
