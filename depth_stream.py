@@ -78,7 +78,7 @@ class DepthStream:
         # Kept from read to read, and computed again where only the fields have come along
         self.mix: torch.Tensor | None = None
         self.scores: tuple[tuple[int, tuple[torch.Tensor, ...]], ...] = ()  # per block: of which sites on, by site
-        self.scored_ahead: int | None = None  # for how many sites a block is scored at once; `None`: all
+        self.scored_until: int | None = None  # up to which site blocks are scored at once; `None`: all
         self.cache: BlockCache | None = None
         self.cache_pass = 0
 
@@ -102,9 +102,9 @@ class DepthStream:
         new = type(self)(
             self.queries, blocks, partial, site, self.block_size, self.eps, self.sums, cast, self.recorder
         )
-        new.scores, new.scored_ahead, new.cache, new.cache_pass = (
+        new.scores, new.scored_until, new.cache, new.cache_pass = (
             self.scores,
-            self.scored_ahead,
+            self.scored_until,
             cache,
             self.cache_pass,
         )
@@ -153,10 +153,9 @@ class DepthStream:
 
     def _scores_of_blocks(self) -> list[torch.Tensor]:
         """Of every closed block for this site, `[batch, seq]`: a block is scored for all later sites at once."""
-        scores = self.scores
-        if scores and self.site - scores[-1][0] >= len(scores[-1][1]):
-            scores = ()
-        end = None if self.scored_ahead is None else self.site + self.scored_ahead
+        scores, end = self.scores, self.scored_until
+        if end is not None and self.site >= end:
+            scores, end = (), None
         for block in self.blocks[len(scores) :]:
             # A tensor for each site: slices, taken where they are read, would have gradients as large as the whole
             columns = source_scores(self.queries[self.site : end], block, self.eps).unbind(-1)
@@ -219,7 +218,7 @@ class DepthStream:
             non_blocking = kwargs.get("non_blocking", False)
             moved = stream.on_sources(lambda source: source.to(device, non_blocking=non_blocking))
             moved = replace(moved, queries=stream.queries.to(device, non_blocking=non_blocking))
-            moved.scored_ahead = stream.scored_ahead
+            moved.scored_until = stream.scored_until
             stream = moved if stream.cache is None else moved.keep_in(BlockCache())
         return stream
 
@@ -357,7 +356,7 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
     def on_tensors(queries, partial, *blocks_and_others):
         blocks, others = blocks_and_others[:num_blocks], blocks_and_others[num_blocks:]
         inner = replace(stream, queries=queries, partial=partial, blocks=blocks)
-        inner.scored_ahead = stream.scored_ahead
+        inner.scored_until = stream.scored_until
         output = function(inner, *others)
         written, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(written, DepthStream):

@@ -103,6 +103,13 @@ class AttnResDepthQueries(nn.Module):
             )
 
 
+class PassThrough(nn.Module):
+    """Stands where a pipeline stage has no layer."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states
+
+
 class DepthReader:
     """Makes a norm of the base read: given a stream, it norms what it has read. A mixin, see `of_both`."""
 
@@ -290,6 +297,9 @@ def _with_depth_attentions(base_forward: Callable) -> Callable:
             depth_recorder = DepthRecorder()
         if depth_recorder is not None:
             kwargs["depth_recorder"] = depth_recorder
+        if isinstance(kwargs.get("inputs_embeds"), DepthStream):  # which the base might scale as it does embeddings
+            kwargs["depth_stream"] = kwargs["inputs_embeds"]
+            kwargs["inputs_embeds"] = kwargs["depth_stream"].newest
         if not output_depth_attentions:
             return _with_tensors(base_forward(self, *args, **kwargs))
         return_dict = kwargs.pop("return_dict", None)
@@ -349,18 +359,22 @@ class AttnResModel(AttnResPreTrainedModel):
 
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give the first layer a stream that starts with the embedding, and the others the one that they were given."""
-        recorder = kwargs.pop("depth_recorder", None)
+        recorder, handed_on = kwargs.pop("depth_recorder", None), kwargs.pop("depth_stream", None)
         stream, entry_site = args[0] if args else kwargs["hidden_states"], layer.depth_sites[0]
-        if isinstance(stream, torch.Tensor) and entry_site == 0:
-            stream = self.start_stream(stream, recorder, kwargs.get("past_key_values"))
+        if isinstance(stream, torch.Tensor):
+            if handed_on is not None:
+                stream = handed_on
+            elif entry_site == 0:
+                stream = self.start_stream((stream,), recorder=recorder, kv_cache=kwargs.get("past_key_values"))
         if not isinstance(stream, DepthStream) or stream.site != entry_site:
             raise ValueError(
                 f"A {type(layer).__name__} of base `{self.config.base_model_type}` has to be given the residual stream"
                 f" at site {entry_site}, and was given {_describe(stream)}: layers cannot be left out, repeated, or"
                 " run by themselves on a tensor."
             )
-        if not stream.scores and stream.cache is None:
-            stream.scored_ahead = layer.depth_sites[1] - entry_site if entry_site else None
+        if entry_site and stream.cache is None and not (stream.scores and stream.scored_until is None):
+            # Fields have come along, and nothing else: only for this layer, as for the next the same will hold
+            stream.scores, stream.scored_until = (), layer.depth_sites[1]
         return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
     def leave_layer(self, layer: nn.Module, args: tuple, output):
@@ -373,18 +387,29 @@ class AttnResModel(AttnResPreTrainedModel):
                 " to add outputs and to read."
             )
 
-    def start_stream(self, embedding: torch.Tensor, recorder: DepthRecorder | None, kv_cache=None) -> DepthStream:
-        """The stream in front of the first layer.
+    def start_stream(
+        self,
+        blocks: Sequence[torch.Tensor],
+        partial: torch.Tensor | None = None,
+        site: int = 0,
+        recorder: DepthRecorder | None = None,
+        kv_cache=None,
+    ) -> DepthStream:
+        """A stream that goes on from some site. A pipeline stage is called with it as `inputs_embeds`.
 
         Args:
-            embedding: `[batch, seq, hidden]`.
+            blocks: the embedding and the closed blocks, each `[batch, seq, hidden]`.
+            partial: the sum of the outputs in the open block, `[batch, seq, hidden]`, if there is one.
+            site: the number of outputs that blocks and partial sum are made of.
             recorder: of this forward pass.
             kv_cache: whose generation shares its buffers from step to step.
         """
         config = self.config
         stream = DepthStream(
-            self.fold_queries().to(embedding.device),
-            (embedding,),
+            self.fold_queries().to(blocks[0].device),
+            tuple(blocks),
+            partial,
+            site,
             block_size=config.attn_res_block_size,
             eps=config.attn_res_norm_eps,
             sums=config.attn_res_scale_norm_eps,
@@ -395,6 +420,20 @@ class AttnResModel(AttnResPreTrainedModel):
         # A compiled graph plans its own memory
         reuse = kv_cache is not None and not torch.compiler.is_compiling()
         return stream.keep_in(BlockCache.beside(kv_cache) if reuse else BlockCache())
+
+    def keep_layers(self, start: int, end: int):
+        """Leave the layers `start` to `end - 1`, and the final norm behind the last one: a pipeline stage.
+
+        What such a model returns as `last_hidden_state` in front of the last stage is a `DepthStream`.
+        """
+        layers = decoder_layers(self)
+        for i in range(len(layers)):
+            if not start <= i < end:
+                layers[i] = PassThrough()
+        if end < len(layers):
+            for name, module in self.named_children():
+                if isinstance(module, DepthReader):
+                    setattr(self, name, PassThrough())
 
     def fold_queries(self) -> torch.Tensor:
         """The folded queries of all sites, `[sites, hidden]`."""
@@ -501,6 +540,7 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
             steps.append(outputs.depth_attentions)
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the names of the arguments
     def prepare_inputs_for_generation(self, *args, **kwargs):
         model_inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         if _DEPTH_ATTENTIONS_OF_STEPS.get() is not None:

@@ -1,5 +1,6 @@
 """Generation: every mode against plain greedy decoding of the same model, and proof that the two-phase path runs."""
 
+import copy
 import re
 
 import pytest
@@ -274,7 +275,8 @@ def test_each_closed_block_is_normalised_once(model, input_ids, monkeypatch):
     num_blocks = -(-num_sites // block_size)
     # every site meets one tensor that was not there before: the block that closes, or the partial sum
     assert calls["key_length"] == steps * num_sites
-    assert calls["read_closed"] == steps * num_blocks
+    # but for the embedding, which is the mix of site 0
+    assert calls["read_closed"] == steps * (num_blocks - (block_size == 1))
     assert calls["merge_partial"] == steps * (num_sites - num_blocks)
 
 
@@ -314,31 +316,33 @@ def test_phi3_drops_the_cache_where_longrope_switches():
     assert torch.equal(generate(model, input_ids), generate(base_model, input_ids, use_cache=False))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "kimi_linear"])
+@pytest.mark.parametrize("family", ["qwen3", "kimi_linear", "granite"])
 def test_pipeline_stages(family, input_ids):
-    """Slices of the layers through `run_layers` and `final_read`, as pipeline stages use them."""
+    """Each stage has some of the layers, and hands on a partial sum and the closed blocks."""
     model = randomize_queries(convert(tiny_base_model(family), 3)).model
     expected = UpToRounding(lambda: model(input_ids).last_hidden_state, model=model)
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            partial, blocks = model.embed_tokens(input_ids), ()
-            for start, end in ((0, 1), (1, 3), (3, 4)):
-                partial, blocks = model.run_layers(start, end, partial, blocks)
-                _, blocks_again = model.run_layers(end, end, partial, blocks)
-                assert len(blocks_again) == len(blocks) == -(-2 * end // 3)
-                received = tuple(block.clone() for block in blocks)
-                read = UpToRounding(lambda partial, *blocks: model.final_read(partial, blocks), partial, *received)
-                read.check(model.final_read(partial, blocks))
-                blocks = received if start == 0 else blocks
-            actual = model.norm(model.final_read(partial, blocks))
-        expected.check(actual)
-    # a stage that trains behind one that does not
-    with torch.no_grad():
-        partial, blocks = model.run_layers(0, 2, model.embed_tokens(input_ids), ())
-    partial, blocks = model.run_layers(2, 4, partial, blocks)
-    actual = model.norm(model.final_read(partial, blocks))
-    actual.sum().backward()
-    expected.check(actual)
+    stages = [copy.deepcopy(model) for _ in range(3)]
+    ranges = [(0, 1), (1, 3), (3, 4)]
+    for stage, (start, end) in zip(stages, ranges):
+        stage.keep_layers(start, end)
+    # the last case: a stage that trains behind one that does not
+    for grads in ([True] * 3, [False] * 3, [False, True, True]):
+        with torch.set_grad_enabled(grads[0]):
+            stream = stages[0](input_ids).last_hidden_state
+        for stage, (start, end), grad in zip(stages[1:], ranges[1:], grads[1:]):
+            assert stream.site == 2 * start and len(stream.blocks) == 1 + 2 * start // 3
+            sent = [block.clone() for block in stream.blocks], stream.partial, stream.site
+            with torch.set_grad_enabled(grad):
+                stream = stage(inputs_embeds=stage.start_stream(*sent)).last_hidden_state
+        expected.check(stream)
+        if grad:
+            stream.sum().backward()
+            assert all(stage.depth_queries.query.grad.any() for stage in stages[1:])
+    assert stages[0].depth_queries.query.grad.any(), "no gradient has come back over the stages"
+    with pytest.raises(ValueError, match="has to be given the residual stream at site 2, and was given it at site 0"):
+        stages[1](inputs_embeds=stages[1].start_stream([torch.zeros(1, 2, 32)]))
+    with pytest.raises(ValueError, match="has to be given the residual stream at site 2, and was given a Tensor"):
+        stages[1](input_ids)
 
 
 def test_two_models_of_one_kv_cache_class_do_not_mix():

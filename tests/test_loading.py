@@ -9,7 +9,7 @@ import pytest
 import torch
 from rounding import UpToRounding
 from safetensors.torch import load_file
-from tiny_models import WITHOUT_PACKAGE, convert, randomize_queries, tiny_base_config, tiny_base_model
+from tiny_models import TINY, WITHOUT_PACKAGE, convert, randomize_queries, tiny_base_config, tiny_base_model
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -52,8 +52,8 @@ def test_base_checkpoint_loads_directly(family, input_ids, tmp_path):
 
 
 def test_unsupported_base_checkpoint_is_refused(tmp_path):
-    AutoConfig.for_model("olmo2", **{"num_hidden_layers": 2}).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="olmo2.*is not supported: it normalises what a sublayer writes"):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **TINY, is_decoder=True)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="bert.*is not supported: a BertLayer does more to its residual stream"):
         AttnResForCausalLM.from_pretrained(tmp_path)
 
 
@@ -270,7 +270,7 @@ def test_remote_code(family, tmp_path, monkeypatch):
     with torch.no_grad():
         assert torch.equal(torch.load(target / "logits.pt"), model(input_ids).logits)
     # the installed package takes precedence over the code in the checkpoint
-    assert type(AutoModelForCausalLM.from_pretrained(target)) is AttnResForCausalLM
+    assert isinstance(AutoModelForCausalLM.from_pretrained(target), AttnResForCausalLM)
 
 
 def test_import_is_light():
