@@ -1,5 +1,5 @@
-# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""AttnRes configuration: the configuration of a base, any decoder of transformers, and the depth-attention fields, flat.
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0. trf-ignore: TRF028
+"""AttnRes configuration: that of a base, any decoder of transformers, with the depth-attention fields beside its own.
 
 Also the probe that counts how often the layers of a base add to the residual stream, without weights.
 """
@@ -40,8 +40,8 @@ def check_base_model_type(base_model_type: str):
     """Raise a `ValueError` that says why, if `base_model_type` cannot be a base."""
     if not isinstance(base_model_type, str):
         raise ValueError(
-            f"`base_model_type={base_model_type!r}` must be the model type of a decoder, a string such as 'qwen3', not"
-            f" {_name_type(base_model_type)}."
+            f"`base_model_type={base_model_type!r}` must be the model type of a decoder, a string such as 'qwen3',"
+            f" not {_name_type(base_model_type)}."
         )
     if base_model_type in EXCEPTIONS:
         raise ValueError(f"`base_model_type={base_model_type!r}` is not supported: {EXCEPTIONS[base_model_type]}.")
@@ -51,8 +51,7 @@ def check_base_model_type(base_model_type: str):
         close = difflib.get_close_matches(base_model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
         raise ValueError(
             f"`base_model_type={base_model_type!r}` is not supported: transformers {__version__} has no causal language"
-            " model of this type."
-            + (f" Did you mean {' or '.join(close)}?" if close else "")
+            " model of this type." + (f" Did you mean {' or '.join(close)}?" if close else "")
         )
 
 

@@ -245,7 +245,7 @@ class NormOfWeightedSum(torch.autograd.Function):
 
 
 def norm_of(norm: nn.Module, mix: torch.Tensor) -> torch.Tensor:
-    """What a norm makes of a mix: of its class, as what hangs on the instance has been passed on the way to the read."""
+    """What a norm makes of a mix; by its class, as what hangs on the instance has been passed on the way here."""
     return type(norm).forward(norm, mix)
 
 

@@ -15,7 +15,7 @@ layer (activation checkpointing) or hands streams about (FSDP, pipelines) comput
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
 import torch
@@ -79,36 +79,47 @@ class DepthStream:
         self.mix: torch.Tensor | None = None
         self.scores: tuple[tuple[int, tuple[torch.Tensor, ...]], ...] = ()  # per block: of which sites on, by site
         self.scored_until: int | None = None  # up to which site blocks are scored at once; `None`: all
+        # The blocks may be in the memory of a cache that has others, of a stream that has gone further
         self.cache: BlockCache | None = None
-        self.cache_pass = 0
+        self.cache_pass, self.is_cached = 0, False
 
     # Writing
 
     def write(self, output: torch.Tensor) -> "DepthStream":
         """The stream with one more output, `[batch, seq, hidden]`; closes the block if this is its last."""
-        dtype = torch.promote_types(self.dtype, output.dtype)  # as a sum of tensors has it
+        read_as = torch.promote_types(self.dtype, output.dtype)  # as a sum of tensors has it
+        dtype = torch.promote_types(read_as, self.newest.dtype)
+        if self.newest.dtype != dtype:
+            return self._widened(dtype).write(output)
         if output.dtype != dtype:
             output = output.to(dtype)
+        cast = None if read_as == dtype else read_as
         if self.recorder is not None:
             self.recorder.outputs[self.site] = output
         partial = output if self.partial is None else self.partial + output
-        if (self.site + 1) % self.block_size:
-            return self._with(self.blocks, partial, self.site + 1, None, self.cache)
+        site = self.site + 1
+        if site % self.block_size:
+            return self._with(self.blocks, partial, site, cast, self.is_cached)
         cache = self._usable_cache(partial)
-        block = partial if cache is None else cache.append(partial)
-        return self._with((*self.blocks, block), None, self.site + 1, None, cache)
+        if cache is not None:
+            return self._with((*self.blocks, cache.append(partial)), None, site, cast, is_cached=True)
+        new = self._with((*self.blocks, partial), None, site, cast, is_cached=False)
+        # Not when it is read: that may be in a layer that is computed again, which has to do the same again
+        if site < (len(self.queries) if self.scored_until is None else self.scored_until):
+            new._scores_of_blocks()
+        return new
 
-    def _with(self, blocks, partial, site: int, cast: torch.dtype | None, cache: BlockCache | None) -> "DepthStream":
+    def _with(self, blocks, partial, site: int, cast: torch.dtype | None, is_cached: bool) -> "DepthStream":
         new = type(self)(
             self.queries, blocks, partial, site, self.block_size, self.eps, self.sums, cast, self.recorder
         )
-        new.scores, new.scored_until, new.cache, new.cache_pass = (
-            self.scores,
-            self.scored_until,
-            cache,
-            self.cache_pass,
-        )
+        new.scores, new.scored_until = self.scores, self.scored_until
+        new.cache, new.cache_pass, new.is_cached = self.cache, self.cache_pass, is_cached
         return new
+
+    def _widened(self, dtype: torch.dtype) -> "DepthStream":
+        """The stream with sources of a dtype that holds all their numbers: they are all of one."""
+        return self if self.newest.dtype == dtype else self.on_sources(lambda source: source.to(dtype))
 
     # Reading
 
@@ -118,10 +129,14 @@ class DepthStream:
 
     def read(self, norm: nn.Module | None = None) -> torch.Tensor:
         """The mix over depth at this site, `[batch, seq, hidden]`, with the norm that reads it if that is given."""
-        if self.mix is None and len(self.blocks) == 1 and self.partial is None and self.recorder is None:
-            self.mix = self.blocks[0]  # the softmax over one source is 1
-        if self.mix is not None:
-            mix = self.mix if self.cast is None else self.mix.to(self.cast)
+        if self.cast is not None and norm is not None:
+            return norm_of(norm, self.read())
+        # With gradients it is computed again, as a layer is in activation checkpointing
+        mix = None if torch.is_grad_enabled() else self.mix
+        if mix is None and len(self.blocks) == 1 and self.partial is None and self.recorder is None:
+            mix = self.blocks[0]  # the softmax over one source is 1
+        if mix is not None:
+            mix = mix if self.cast is None else mix.to(self.cast)
             return mix if norm is None else norm_of(norm, mix)
         cache = self._usable_cache(self.newest)
         if cache is not None:
@@ -156,11 +171,15 @@ class DepthStream:
         scores, end = self.scores, self.scored_until
         if end is not None and self.site >= end:
             scores, end = (), None
+        if torch.is_grad_enabled():  # where scores of somebody who has looked on under `no_grad` are of no use
+            wanted = [self.queries.requires_grad or block.requires_grad for block in self.blocks]
+            if any(of_block and not columns[0].requires_grad for of_block, (_, columns) in zip(wanted, scores)):
+                scores = ()
         for block in self.blocks[len(scores) :]:
             # A tensor for each site: slices, taken where they are read, would have gradients as large as the whole
             columns = source_scores(self.queries[self.site : end], block, self.eps).unbind(-1)
             scores = (*scores, (self.site, columns))
-        self.scores = scores
+        self.scores, self.scored_until = scores, end
         return [columns[self.site - first] for first, columns in scores]
 
     # The block cache
@@ -172,10 +191,11 @@ class DepthStream:
             RuntimeError: at a later read, if the cache has been given to another forward pass in the meantime.
         """
         cache.start(self.queries, self.newest, self.block_size, self.eps)
-        new = self._with(
-            tuple(cache.append(block) for block in self.blocks), self.partial, self.site, self.cast, cache
-        )
-        new.cache_pass = cache.num_passes
+        blocks = tuple(cache.append(block) for block in self.blocks)
+        new = self._with(blocks, self.partial, self.site, self.cast, is_cached=True)
+        new.cache, new.cache_pass = cache, cache.num_passes
+        if self.site == 0:
+            new.mix = self.newest  # not the copy, which the next forward pass overwrites
         return new
 
     def _usable_cache(self, source: torch.Tensor) -> BlockCache | None:
@@ -184,22 +204,31 @@ class DepthStream:
         Args:
             source: what is to be read or kept, which has to be of the dtype of the cache.
         """
-        if self.cache is None:
-            return None
-        if self.cache.num_passes != self.cache_pass:
+        self._check_memory()
+        is_current = self.is_cached and len(self.cache) == len(self.blocks)
+        return self.cache if is_current and source.dtype == self.cache.values.dtype else None
+
+    def _check_memory(self):
+        if self.cache is not None and self.cache.num_passes != self.cache_pass:
             raise RuntimeError(
                 f"This residual stream (site {self.site}) is of an earlier forward pass: its blocks are no longer in"
                 " memory. Read it before the model runs again."
             )
-        is_current = len(self.cache) == len(self.blocks)
-        return self.cache if is_current and source.dtype == self.cache.values.dtype else None
+
+    def __reduce__(self):
+        """Copies and pickles have the fields, and not the cache, whose parts share their memory."""
+        self._check_memory()
+        return type(self), tuple(getattr(self, of_dataclass.name) for of_dataclass in fields(self))
 
     # As a tensor
 
     def on_sources(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DepthStream":
         """The stream with a function on every source: one that is linear and keeps the hidden dimension."""
+        self._check_memory()
         partial = None if self.partial is None else function(self.partial)
-        return replace(self, blocks=tuple(function(block) for block in self.blocks), partial=partial)
+        new = replace(self, blocks=tuple(function(block) for block in self.blocks), partial=partial)
+        new.cache, new.cache_pass = self.cache, self.cache_pass  # the function may have returned views
+        return new
 
     def to(self, *args, **kwargs) -> "DepthStream":
         """As of a tensor. Neither is a read: a dtype is remembered for the next one, a device moves the sources."""
@@ -213,7 +242,7 @@ class DepthStream:
                 dtype, device = arg.dtype, arg.device
         stream = self
         if dtype is not None and dtype != self.dtype:
-            stream = self._with(self.blocks, self.partial, self.site, dtype, self.cache)
+            stream = self._with(self.blocks, self.partial, self.site, dtype, self.is_cached)
         if device is not None and torch.device(device) != self.device:
             non_blocking = kwargs.get("non_blocking", False)
             moved = stream.on_sources(lambda source: source.to(device, non_blocking=non_blocking))
@@ -223,7 +252,7 @@ class DepthStream:
         return stream
 
     def reshape(self, *shape):
-        shape = tuple(shape[0]) if not isinstance(shape[0], int) else shape
+        shape = tuple(shape[0]) if isinstance(shape[0], (tuple, list)) else shape
         if shape[-1] == self.shape[-1]:
             return self.on_sources(lambda source: source.reshape(shape))
         return self.read().reshape(shape)
@@ -271,7 +300,7 @@ class DepthStream:
         return True
 
     def __add__(self, other):
-        return self.write(other) if self._is_output(other) else self.read() + other
+        return self.write(other) if self._is_output(other) else self.read() + _read_all(other)
 
     __radd__ = __add__
     __iadd__ = __add__
@@ -280,6 +309,7 @@ class DepthStream:
         return isinstance(other, torch.Tensor) and other.shape == self.shape
 
     def __mul__(self, other):
+        other = _read_all(other)
         is_number = not isinstance(other, torch.Tensor) or other.numel() == 1
         return self.on_sources(lambda source: source * other) if is_number else self.read() * other
 
@@ -326,7 +356,8 @@ def _reading(name: str) -> Callable:
 # By name, as a compiler recurses in `__getattr__`
 for _name in (
     *("abs", "chunk", "clone", "detach", "dropout", "expand", "flatten", "masked_fill", "matmul", "mean", "norm"),
-    *("numel", "permute", "pow", "split", "square", "stride", "sum", "transpose", "type_as", "unsqueeze", "__truediv__"),
+    *("numel", "permute", "pow", "split", "square", "stride", "sum", "transpose", "type_as", "unsqueeze"),
+    "__truediv__",
 ):
     setattr(DepthStream, _name, _reading(_name))
 for _name, _dtype in (("float", torch.float32), ("double", torch.float64), ("half", torch.float16)):
@@ -347,11 +378,11 @@ pytree.register_pytree_node(
 
 
 def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
-    """Activation checkpointing of a layer: nothing but tensors crosses `checkpoint`, and each run has its own stream."""
+    """Activation checkpointing of a layer: only tensors cross `checkpoint`, and each run has a stream of its own."""
     if not args or not isinstance(args[0], DepthStream):
         return checkpoint(function, *args)
     stream, *others = args
-    num_blocks, sites = len(stream.blocks), []
+    num_blocks, ends = len(stream.blocks), []
 
     def on_tensors(queries, partial, *blocks_and_others):
         blocks, others = blocks_and_others[:num_blocks], blocks_and_others[num_blocks:]
@@ -361,14 +392,15 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
         written, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(written, DepthStream):
             return written, *rest
-        sites[:] = [written.site, isinstance(output, tuple)]
+        ends[:] = [written.site, written.newest.dtype, written.cast, isinstance(output, tuple)]
         return written.partial, *rest, *written.blocks[num_blocks:]
 
     outputs = checkpoint(on_tensors, stream.queries, stream.partial, *stream.blocks, *others)
-    if not sites:  # the layer's hook says what is wrong with that
+    if not ends:  # the layer's hook says what is wrong with that
         return outputs
-    site, is_tuple = sites
+    site, dtype, cast, is_tuple = ends
     num_closed = (site // stream.block_size) - (stream.site // stream.block_size)
     end = len(outputs) - num_closed
-    new = replace(stream, partial=outputs[0], blocks=(*stream.blocks, *outputs[end:]), site=site, cast=None)
+    blocks = *stream._widened(dtype).blocks, *outputs[end:]
+    new = replace(stream, partial=outputs[0], blocks=blocks, site=site, cast=cast)
     return (new, *outputs[1:end]) if is_tuple else new

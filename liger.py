@@ -11,6 +11,7 @@ import inspect
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
 
+
 logger = logging.get_logger(__name__)
 
 

@@ -1,9 +1,9 @@
-# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0. trf-ignore: TRF028
 """AttnRes: attention over depth in place of the residual stream (Attention Residuals, arXiv 2603.15031).
 
 An AttnRes model is a model of its base (`config.base_model_type`), with the base's own modules, code and parameter
-names, and one small module more: the `depth_queries`. `AttnResForCausalLM(config)` makes an object of a class of both,
-`AttnResForCausalLM` and the base's `ForCausalLM`. Three places differ from the base:
+names, and one small module more: the `depth_queries`. `AttnResForCausalLM(config)` makes an object of a class that is
+both, an `AttnResForCausalLM` and the base's `ForCausalLM`. Three places differ from the base:
 
 - in front of the first layer the embedding becomes a `DepthStream` (see `depth_stream.py`), which the layers add to and
   read from as they do with a tensor (`enter_layer`);
@@ -158,6 +158,7 @@ class _BaseConversions(list):
 conversion_mapping.register_checkpoint_conversion_mapping("attnres", _BaseConversions(), overwrite=True)
 
 
+# Documented by its base, as those below. trf-ignore: TRF057
 class AttnResPreTrainedModel(PreTrainedModel):
     config: AttnResConfig
     base_model_prefix = "model"
@@ -334,8 +335,22 @@ def _output_class(base: type[ModelOutput]) -> type[ModelOutput]:
     return make_dataclass(f"AttnRes{base.__name__}", fields, bases=(base,))
 
 
+# trf-ignore: TRF057
 class AttnResModel(AttnResPreTrainedModel):
     """The decoder of the base, with depth queries."""
+
+    # trf-ignore: TRF057
+    def forward(self, input_ids: torch.LongTensor | None = None, **kwargs) -> ModelOutput:
+        """The base's forward, with its arguments and outputs, and with two arguments more.
+
+        Args:
+            output_depth_attentions (`bool`, *optional*):
+                Whether to return `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site: the
+                weights with which a read mixes the embedding, the closed blocks and the partial sum, in this order.
+            depth_recorder (`DepthRecorder`, *optional*):
+                Sees every read and write of this call, and may leave out sources.
+        """
+        raise NotImplementedError("`_with_depth_attentions` puts the base's forward in its place.")
 
     @classmethod
     def class_of_base(cls, config: AttnResConfig) -> type[PreTrainedModel]:
@@ -358,7 +373,7 @@ class AttnResModel(AttnResPreTrainedModel):
                 module.__class__ = of_both(DepthReader, type(module))
 
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-        """Give the first layer a stream that starts with the embedding, and the others the one that they were given."""
+        """Give the first layer a stream that starts with the embedding; the others have been given one."""
         recorder, handed_on = kwargs.pop("depth_recorder", None), kwargs.pop("depth_stream", None)
         stream, entry_site = args[0] if args else kwargs["hidden_states"], layer.depth_sites[0]
         if isinstance(stream, torch.Tensor):
@@ -405,6 +420,11 @@ class AttnResModel(AttnResPreTrainedModel):
             kv_cache: whose generation shares its buffers from step to step.
         """
         config = self.config
+        if self.depth_queries.block_size != config.attn_res_block_size:
+            raise ValueError(
+                f"`attn_res_block_size={config.attn_res_block_size}` was set in the config of a model that was made"
+                f" with {self.depth_queries.block_size}. Make a new model of the config, with the weights of this one."
+            )
         stream = DepthStream(
             self.fold_queries().to(blocks[0].device),
             tuple(blocks),
@@ -463,6 +483,7 @@ def _describe(stream) -> str:
 _DEPTH_ATTENTIONS_OF_STEPS = contextvars.ContextVar("depth_attentions_of_steps", default=None)
 
 
+# trf-ignore: TRF057
 class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
     """The base's causal language model, with reads over depth.
 
@@ -470,6 +491,8 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
     `attentions`: one element for each generated token, of one tensor `(batch_size, generated_length, sources)` for
     each site.
     """
+
+    forward = AttnResModel.forward
 
     @classmethod
     def class_of_base(cls, config: AttnResConfig) -> type[PreTrainedModel]:

@@ -329,7 +329,7 @@ def test_pipeline_stages(family, input_ids):
     for grads in ([True] * 3, [False] * 3, [False, True, True]):
         with torch.set_grad_enabled(grads[0]):
             stream = stages[0](input_ids).last_hidden_state
-        for stage, (start, end), grad in zip(stages[1:], ranges[1:], grads[1:]):
+        for stage, (start, _), grad in zip(stages[1:], ranges[1:], grads[1:]):
             assert stream.site == 2 * start and len(stream.blocks) == 1 + 2 * start // 3
             sent = [block.clone() for block in stream.blocks], stream.partial, stream.site
             with torch.set_grad_enabled(grad):
