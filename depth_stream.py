@@ -309,12 +309,15 @@ class DepthStream:
         return isinstance(other, torch.Tensor) and other.shape == self.shape
 
     def __mul__(self, other):
-        other = _read_all(other)
-        is_number = not isinstance(other, torch.Tensor) or other.numel() == 1
-        return self.on_sources(lambda source: source * other) if is_number else self.read() * other
+        if self._is_number(other):
+            return self.on_sources(lambda source: source * other)
+        return self.read() * _read_all(other)
 
     __rmul__ = __mul__
     __imul__ = __mul__
+
+    def _is_number(self, other: Any) -> bool:
+        return other.numel() == 1 if isinstance(other, torch.Tensor) else not isinstance(other, DepthStream)
 
     def __sub__(self, other):
         return self.read() - other
@@ -333,6 +336,10 @@ class DepthStream:
             stream, output = args if isinstance(args[0], cls) else args[::-1]
             if stream._is_output(output):
                 return stream.write(output)  # not `+`, which a compiler brings back here
+        if name in ("mul", "__mul__", "__rmul__", "__imul__") and len(args) == 2 and not kwargs:
+            stream, number = args if isinstance(args[0], cls) else args[::-1]
+            if stream._is_number(number):
+                return stream.on_sources(lambda source: source * number)
         if name == "dropout" and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
             return args[0] if args else kwargs["input"]
         if name.endswith("_") and not name.endswith("__"):
