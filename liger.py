@@ -7,6 +7,7 @@ the read.
 """
 
 import inspect
+from types import MethodType
 
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
@@ -34,6 +35,8 @@ def apply_liger_kernel_to_attnres(
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
+    from .modeling_attnres import _with_depth_attentions
+
     if model is None:
         raise ValueError("Liger's kernels are put into an AttnRes model that is there: pass it as `model`.")
     if cross_entropy and fused_linear_cross_entropy:
@@ -47,9 +50,12 @@ def apply_liger_kernel_to_attnres(
         logger.warning(f"Liger has no kernels for `{base_model_type}`, so `use_liger_kernel` does nothing.")
         return
     chosen = {"rope": rope, "swiglu": swiglu, "geglu": geglu, "relu_squared": relu_squared}
-    chosen["fused_linear_cross_entropy"] = False if cross_entropy else fused_linear_cross_entropy
+    can_fuse = not cross_entropy and model.get_output_embeddings() is not None
+    chosen["fused_linear_cross_entropy"] = fused_linear_cross_entropy if can_fuse else False
     kwargs = {name: value for name, value in chosen.items() if value is not None}
     kwargs |= {"cross_entropy": cross_entropy, "rms_norm": False}
     known = inspect.signature(apply_to_base).parameters
     # Of the base, whose class the model is of as well
     apply_to_base(model=model, **{name: value for name, value in kwargs.items() if name in known})
+    if "forward" in vars(model):  # the base's with a fused loss
+        model.forward = MethodType(_with_depth_attentions(model.forward.__func__), model)
