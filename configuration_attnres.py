@@ -50,8 +50,8 @@ def check_base_model_type(base_model_type: str):
     if base_model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         close = difflib.get_close_matches(base_model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
         raise ValueError(
-            f"`base_model_type={base_model_type!r}` is not supported: transformers {__version__} has no causal language"
-            " model of this type." + (f" Did you mean {' or '.join(close)}?" if close else "")
+            f"`base_model_type={base_model_type!r}` is not supported: transformers {__version__} has no causal"
+            " language model of this type." + (f" Did you mean {' or '.join(close)}?" if close else "")
         )
 
 

@@ -13,7 +13,6 @@ source is the embedding. A stream is a value, as a tensor is: nothing changes on
 layer (activation checkpointing) or hands streams about (FSDP, pipelines) computes the same again.
 """
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
@@ -44,8 +43,8 @@ class DepthRecorder:
     masked_source: dict[int, int] = field(default_factory=dict)
     # By site, `[batch, seq, sources]`: the embedding, the closed blocks, and the partial sum if a block is open
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
-    # By the site in front of it, `[batch, seq, hidden]`: what a sublayer has written
-    outputs: dict[int, torch.Tensor] = field(default_factory=dict)
+    # By the site in front of it, `[batch, seq, hidden]`: what a sublayer has written; `None`: not kept
+    outputs: dict[int, torch.Tensor] | None = field(default_factory=dict)
 
 
 @dataclass(eq=False)  # a dataclass, as FSDP2 looks for tensors in these
@@ -94,7 +93,7 @@ class DepthStream:
         if output.dtype != dtype:
             output = output.to(dtype)
         cast = None if read_as == dtype else read_as
-        if self.recorder is not None:
+        if self.recorder is not None and self.recorder.outputs is not None:
             self.recorder.outputs[self.site] = output
         partial = output if self.partial is None else self.partial + output
         site = self.site + 1
@@ -317,7 +316,11 @@ class DepthStream:
     __imul__ = __mul__
 
     def _is_number(self, other: Any) -> bool:
-        return other.numel() == 1 if isinstance(other, torch.Tensor) else not isinstance(other, DepthStream)
+        if isinstance(other, torch.Tensor):
+            return (
+                other.ndim <= 1 and other.numel() == 1
+            )  # of more dimensions it goes with the tokens, if there is one
+        return not isinstance(other, DepthStream)
 
     def __sub__(self, other):
         return self.read() - other
@@ -367,9 +370,8 @@ for _name in (
     "__truediv__",
 ):
     setattr(DepthStream, _name, _reading(_name))
-for _name, _dtype in (("float", torch.float32), ("double", torch.float64), ("half", torch.float16)):
-    setattr(DepthStream, _name, functools.partialmethod(DepthStream.to, _dtype))
-DepthStream.bfloat16 = functools.partialmethod(DepthStream.to, torch.bfloat16)
+for _name, _dtype in (("float", "float32"), ("double", "float64"), ("half", "float16"), ("bfloat16", "bfloat16")):
+    setattr(DepthStream, _name, lambda self, _dtype=_dtype: self.to(getattr(torch, _dtype)))
 
 
 # For export, pipelines, and FSDP2 before torch 2.13

@@ -5,8 +5,8 @@ An AttnRes model is a model of its base (`config.base_model_type`), with the bas
 names, and one small module more: the `depth_queries`. `AttnResForCausalLM(config)` makes an object of a class that is
 both, an `AttnResForCausalLM` and the base's `ForCausalLM`. Three places differ from the base:
 
-- in front of the first layer the embedding becomes a `DepthStream` (see `depth_stream.py`), which the layers add to and
-  read from as they do with a tensor (`enter_layer`);
+- in front of the first layer the embedding becomes a `DepthStream` (see `depth_stream.py`), which the layers add to
+  and read from as they do with a tensor (`enter_layer`);
 - a norm that is given the stream reads it and norms what it has read (`DepthReader`);
 - behind every layer stands a check that the stream has been handed on (`leave_layer`).
 """
@@ -215,9 +215,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
     @classmethod
     def is_custom_code(cls) -> bool:
         if hasattr(cls, "base_class"):
-            config_class = cls.base_class.config_class
-            causal_lm_class = MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-            _BaseConversions.asked.base_names = (causal_lm_class.__name__, config_class.model_type)
+            _BaseConversions.asked.base_names = (cls.base_class.__name__, cls.base_class.config_class.model_type)
         return super().is_custom_code()
 
     # The base's own. trf-ignore: TRF018
@@ -295,23 +293,34 @@ def _with_depth_attentions(base_forward: Callable) -> Callable:
         if output_depth_attentions is None:
             output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
         if output_depth_attentions and depth_recorder is None:
-            depth_recorder = DepthRecorder()
+            depth_recorder = DepthRecorder(outputs=None)
         if depth_recorder is not None:
             kwargs["depth_recorder"] = depth_recorder
         if isinstance(kwargs.get("inputs_embeds"), DepthStream):  # which the base might scale as it does embeddings
             kwargs["depth_stream"] = kwargs["inputs_embeds"]
             kwargs["inputs_embeds"] = kwargs["depth_stream"].newest
         if not output_depth_attentions:
-            return _with_tensors(base_forward(self, *args, **kwargs))
+            outputs = base_forward(self, *args, **kwargs)
+            _check_recorded(self, depth_recorder)
+            return _with_tensors(outputs)
         return_dict = kwargs.pop("return_dict", None)
         return_dict = self.config.return_dict if return_dict is None else return_dict
         # Nobody within is to ask for them again
         outputs = base_forward(self, *args, return_dict=True, output_depth_attentions=False, **kwargs)
+        _check_recorded(self, depth_recorder)
         weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
         outputs = _output_class(type(outputs))(**_with_tensors(outputs), depth_attentions=weights)
         return outputs if return_dict else outputs.to_tuple()
 
     return forward
+
+
+def _check_recorded(model: PreTrainedModel, recorder: DepthRecorder | None):
+    if recorder is not None and not recorder.weights:
+        raise ValueError(
+            f"Depth attentions cannot be had of a model on base `{model.config.base_model_type}`, which does not pass"
+            " keywords on to its layers."
+        )
 
 
 def _with_tensors(outputs):
@@ -603,6 +612,13 @@ class AttnResForQuestionAnswering(GenericForQuestionAnswering, AttnResPreTrained
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
 
         self.post_init()
+
+    # The generic ones know only one name of the embedding
+    def get_input_embeddings(self):
+        return self.base_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value):
+        self.base_model.set_input_embeddings(value)
 
 
 __all__ = [
