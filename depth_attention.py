@@ -291,9 +291,11 @@ def rms_norm_parameters(norm: nn.Module | None, dtype: torch.dtype) -> tuple[tor
     """
     if norm is None or dtype == torch.float64:
         return None
-    own = vars(norm)
+    own, norm_class = vars(norm), type(norm)
     # Others (Liger's, put in its place) have options
-    if "variance_epsilon" not in own or not type(norm).__module__.startswith("transformers.models."):
+    if "RMSNorm" not in norm_class.__name__ or not norm_class.__module__.startswith("transformers.models."):
+        return None
+    if "variance_epsilon" not in own:
         return None
     weight = own["_parameters"].get("weight", own.get("weight"))
     if type(weight) not in (nn.Parameter, torch.Tensor) or weight.dtype != dtype:
