@@ -99,7 +99,7 @@ def counted(monkeypatch):
 @needs_triton
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_kernels_are_what_runs(backend, counted, few_ids):
-    model = randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 4))  # one block is read by the last site alone
     run(model, few_ids)
     assert set(counted) == KERNELS
     counted.clear()
@@ -192,7 +192,8 @@ def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, toke
 
     norm = LlamaRMSNorm(hidden_size, eps=0.5).to(dtype)
     norm.__class__ = of_both(DepthReader, LlamaRMSNorm)
-    queries = random(6, hidden_size, dtype=torch.float32)
+    # So small that a read is not nearly one source, as gradients are then differences of large terms
+    queries = (random(6, hidden_size, dtype=torch.float32).detach() / hidden_size**0.5).requires_grad_()
     sources = [random(1, tokens, hidden_size) for _ in range(num_closed + 1)]
     grad = random(1, tokens, hidden_size).detach()
     with torch.no_grad():
@@ -410,6 +411,37 @@ def test_phase_2_in_one_pass(backend, dtype, norm_class, factor, counted):
         assert counted == ["read_closed", "merge"]
         attnres.set_backend("torch")
         UpToRounding(read, *inputs).check(actual)
+
+
+@pytest.mark.parametrize("backend", OTHERS, indirect=True)
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("of_embedding", [torch.float32, torch.bfloat16], ids=str)
+def test_reads_of_a_stream(backend, of_embedding, sums):
+    """With and without a norm, gradients and a block cache, of outputs as wide as the embedding or wider."""
+    generator, norm = torch.Generator().manual_seed(0), LlamaRMSNorm(16, eps=0.5)
+    queries, embedding, *outputs = (torch.randn(shape, generator=generator) for shape in [(7, 16), *[(2, 3, 16)] * 7])
+
+    embedding = embedding.to(of_embedding)
+
+    def reads(queries, *outputs):
+        stream = attnres.DepthStream(queries, (embedding,), block_size=3, sums=sums)
+        streams = [stream, *([] if torch.is_grad_enabled() else [stream.keep_in(attnres.BlockCache())])]
+        mixes = []
+        for output in outputs:
+            streams = [stream + output for stream in streams]
+            mixes += [stream.read(chosen) for stream in streams for chosen in (norm, None)]
+        return mixes
+
+    def run(*inputs):
+        with torch.no_grad():
+            without_gradients = reads(*inputs)
+        inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+        mixes = reads(*inputs)
+        return without_gradients, mixes, torch.autograd.grad(mixes, inputs, [mix.detach().cos() for mix in mixes])
+
+    actual = run(queries, *outputs)
+    attnres.set_backend("torch")
+    UpToRounding(run, queries, *outputs).check(actual)
 
 
 HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
