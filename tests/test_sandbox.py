@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from importlib import resources
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_cheats_with_tests_of_their_own(wall, name, monkeypatch):
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
     """What a program could reach if it got out, and a look afterwards at whether something changed."""
-    name = f"attnres-{os.getpid()}-{tmp_path.name[-40:]}"
+    name = f"attnres-{uuid.uuid4().hex}"  # nothing that is looked for below, as other tests run beside this one
     (tmp_path / "file").write_text("here")
     monkeypatch.setenv("ATTNRES_SECRET", "hush-hush")
     monkeypatch.chdir(tmp_path)
@@ -92,7 +93,6 @@ def outside(tmp_path, monkeypatch):
         "PORT": listener.getsockname()[1],
         "NAME": name,
     }
-    after = seen()  # while the memory is there, whose name has that of the test in it
     try:
         for one in (listener, abstract, local):
             with pytest.raises(BlockingIOError):
@@ -103,7 +103,7 @@ def outside(tmp_path, monkeypatch):
         shared.close()
         shared.unlink()
     assert (tmp_path / "file").read_text() == "here"
-    assert sorted(os.listdir(tmp_path)) == ["file", "socket"] and after == before
+    assert sorted(os.listdir(tmp_path)) == ["file", "socket"] and seen() == before
     assert psutil.Process().memory_info().rss - memory < 1 << 28  # of 3.6 GB of output, 4 GB asked for
     assert set(psutil.Process().children(recursive=True)) <= set(children)
     user = Wall("unshare").user
