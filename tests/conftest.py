@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import tempfile
 
 
@@ -15,6 +16,8 @@ if of_the_shell := os.environ.keys() & {
 os.environ.update(COLUMNS="120", HF_HUB_OFFLINE="1", HF_HOME=tempfile.mkdtemp(prefix="attnres-tests-"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# What a shell starts in the background ignores it, and so would all programs that are tested with it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch

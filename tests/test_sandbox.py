@@ -11,6 +11,7 @@ import subprocess
 import sys
 import textwrap
 import time
+import uuid
 from importlib import resources
 from multiprocessing import shared_memory
 from pathlib import Path
@@ -64,7 +65,7 @@ def test_cheats_with_tests_of_their_own(wall, name, monkeypatch):
 @pytest.fixture
 def outside(tmp_path, monkeypatch):
     """What a program could reach if it got out, and a look afterwards at whether something changed."""
-    name = f"attnres-{os.getpid()}-{tmp_path.name[-40:]}"
+    name = f"attnres-{uuid.uuid4().hex}"  # nothing that is looked for below, as other tests run beside this one
     (tmp_path / "file").write_text("here")
     monkeypatch.setenv("ATTNRES_SECRET", "hush-hush")
     monkeypatch.chdir(tmp_path)
