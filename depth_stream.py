@@ -388,28 +388,32 @@ pytree.register_pytree_node(
 
 def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
     """Activation checkpointing of a layer: only tensors cross `checkpoint`, and each run has a stream of its own."""
-    if not args or not isinstance(args[0], DepthStream):
-        return checkpoint(function, *args)
-    stream, *others = args
-    num_blocks, ends = len(stream.blocks), []
+    # Before transformers 5.20 the stream may begin in here, as hooks of the layer run within its checkpoint
+    stream = args[0] if args and isinstance(args[0], DepthStream) else None
+    given = () if stream is None else (stream.queries, stream.partial, *stream.blocks)
+    others, num_known, written_as = args[1:] if given else args, max(len(given) - 2, 0), {}
 
-    def on_tensors(queries, partial, *blocks_and_others):
-        blocks, others = blocks_and_others[:num_blocks], blocks_and_others[num_blocks:]
-        inner = replace(stream, queries=queries, partial=partial, blocks=blocks)
-        inner.scored_until = stream.scored_until
-        output = function(inner, *others)
+    def on_tensors(*tensors):
+        if stream is not None:
+            queries, partial, *blocks = tensors[: len(given)]
+            inner = replace(stream, queries=queries, partial=partial, blocks=tuple(blocks))
+            inner.scored_until = stream.scored_until
+            tensors = inner, *tensors[len(given) :]
+        output = function(*tensors)
         written, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(written, DepthStream):
-            return written, *rest
-        ends[:] = [written.site, written.newest.dtype, written.cast, isinstance(output, tuple)]
-        return written.partial, *rest, *written.blocks[num_blocks:]
+            return output
+        names = ("site", "block_size", "eps", "sums", "cast", "recorder")
+        written_as.update({name: getattr(written, name) for name in names}, dtype=written.newest.dtype)
+        written_as.update(rest=len(rest), is_tuple=isinstance(output, tuple))
+        return None if given else written.queries, written.partial, *rest, *written.blocks[num_known:]
 
-    outputs = checkpoint(on_tensors, stream.queries, stream.partial, *stream.blocks, *others)
-    if not ends:  # the layer's hook says what is wrong with that
+    outputs = checkpoint(on_tensors, *given, *others)
+    if not written_as:  # the layer's hook says what is wrong with that
         return outputs
-    site, dtype, cast, is_tuple = ends
-    num_closed = (site // stream.block_size) - (stream.site // stream.block_size)
-    end = len(outputs) - num_closed
-    blocks = *stream._widened(dtype).blocks, *outputs[end:]
-    new = replace(stream, partial=outputs[0], blocks=blocks, site=site, cast=cast)
-    return (new, *outputs[1:end]) if is_tuple else new
+    queries, partial, *outputs = outputs
+    dtype, num_rest, is_tuple = (written_as.pop(name) for name in ("dtype", "rest", "is_tuple"))
+    known = () if stream is None else stream._widened(dtype).blocks
+    blocks = (*known, *outputs[num_rest:])
+    new = DepthStream(given[0] if given else queries, blocks, partial, **written_as)
+    return (new, *outputs[:num_rest]) if is_tuple else new
