@@ -238,18 +238,16 @@ class AttnResPreTrainedModel(PreTrainedModel):
         self._keys_to_ignore_on_save |= {
             name for name, _ in self.named_buffers() if name.endswith("depth_queries.trained_block_size")
         }
-        model_class = type(self)
-        if not model_class.is_remote_code() and not getattr(self.config, "auto_map", None):
+        if not self.is_remote_code() and not getattr(self.config, "auto_map", None):
             return super().save_pretrained(*args, **kwargs)
         auto_classes = {reference.split(".")[-1]: name for name, reference in REMOTE_CODE_AUTO_MAP.items()}
-        auto_class = model_class._auto_class
         # transformers would list the class that is saved and no other
         self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
-        model_class._auto_class = auto_classes.get(model_class.__name__, auto_class)
+        self._auto_class = auto_classes.get(type(self).__name__, self._auto_class)
         try:
             return super().save_pretrained(*args, **kwargs)
         finally:
-            model_class._auto_class = auto_class
+            del self._auto_class
 
     def push_to_hub(self, repo_id: str, **kwargs) -> str:
         """As in transformers. The code goes along, so that the model loads where `attnres` is not installed."""

@@ -252,6 +252,18 @@ assert not any(name.split(".")[0] == "attnres" for name in sys.modules)
 """
 
 
+def test_code_is_registered_after_a_model_was_saved_with_its_code(tmp_path, monkeypatch):
+    """What one model was saved with is not what the next one is saved with."""
+    model = convert(tiny_base_model("llama"), 3)
+    model.config.auto_map = {"AutoConfig": "configuration_attnres.AttnResConfig"}
+    model.save_pretrained(tmp_path / "first")
+    assert model._auto_class is None and (tmp_path / "first/modeling_attnres.py").exists()
+    monkeypatch.setattr(AttnResForCausalLM, "_auto_class", None)
+    AttnResForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    convert(tiny_base_model("llama"), 3).save_pretrained(tmp_path / "second")
+    assert "auto_map" in json.loads((tmp_path / "second/config.json").read_text())
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_remote_code(family, tmp_path, monkeypatch):
     """A process without the package loads a checkpoint that carries its code, generates and saves it again."""
