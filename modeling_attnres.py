@@ -243,11 +243,16 @@ class AttnResPreTrainedModel(PreTrainedModel):
         auto_classes = {reference.split(".")[-1]: name for name, reference in REMOTE_CODE_AUTO_MAP.items()}
         # transformers would list the class that is saved and no other
         self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
-        self._auto_class = auto_classes.get(type(self).__name__, self._auto_class)
+        model_class = type(self)
+        own = vars(model_class).get("_auto_class")
+        model_class._auto_class = auto_classes.get(model_class.__name__, self._auto_class)
         try:
             return super().save_pretrained(*args, **kwargs)
         finally:
-            del self._auto_class
+            if own is None:  # so that it has again what the public class has
+                del model_class._auto_class
+            else:
+                model_class._auto_class = own
 
     def push_to_hub(self, repo_id: str, **kwargs) -> str:
         """As in transformers. The code goes along, so that the model loads where `attnres` is not installed."""
