@@ -5,6 +5,8 @@ import re
 
 import pytest
 import torch
+import transformers
+from packaging import version
 from rounding import UpToRounding
 from test_loading import run_python
 from tiny_models import convert, randomize_queries, tiny_base_config, tiny_base_model
@@ -234,9 +236,11 @@ def test_logits_to_keep(model, input_ids):
         return logits[:, -3:], logits[:, [1, 4]], logits[mask], logits.take_along_dim(positions[..., None], dim=1)
 
     with torch.no_grad():
-        keeps = (3, torch.tensor([1, 4]), mask, positions)
+        keeps = [3, torch.tensor([1, 4]), mask, positions]
+        if version.parse(transformers.__version__) < version.parse("5.20"):  # where bases take no more
+            keeps = keeps[:2]
         kept = [model(input_ids, logits_to_keep=keep).logits for keep in keeps]
-        UpToRounding(parts, model=model).check(kept)
+        UpToRounding(lambda: parts()[: len(keeps)], model=model).check(kept)
 
 
 def test_compiled_decoding(model, input_ids):
