@@ -16,8 +16,6 @@ if of_the_shell := os.environ.keys() & {
 os.environ.update(COLUMNS="120", HF_HUB_OFFLINE="1", HF_HOME=tempfile.mkdtemp(prefix="attnres-tests-"))
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 os.environ.setdefault("OMP_NUM_THREADS", "1")
-# What a shell starts in the background ignores it, and so would all programs that are tested with it
-signal.signal(signal.SIGINT, signal.default_int_handler)
 
 import pytest
 import torch
@@ -30,6 +28,10 @@ from tiny_models import TINY
 from transformers import set_seed
 
 from attnres.cli import main
+
+
+# What a shell starts in the background ignores it, and so would all programs that are tested with it
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure():
