@@ -33,6 +33,8 @@ _PUBLIC_NAMES = {
     "AttnResModel": ".modeling_attnres",
     "AttnResPreTrainedModel": ".modeling_attnres",
     "BlockCache": ".depth_attention",
+    "DepthRecorder": ".depth_stream",
+    "DepthStream": ".depth_stream",
     "get_backend": ".depth_attention",
     "set_backend": ".depth_attention",
 }

@@ -5,19 +5,27 @@ import os
 import signal
 import sys
 import threading
+import time
 
 
 def main():
     """Run the program. After SIGINT it ends with one line and exit code 130, whatever became of the exception."""
-    interrupted = False
+    interrupted = -1.0  # when, in seconds
+    ending = False
 
     def interrupt(number, frame):
         nonlocal interrupted
-        interrupted = True
-        raise KeyboardInterrupt
+        again = interrupted >= 0 and time.monotonic() < interrupted + 1  # a key held down is pressed once
+        if not (ending or again):
+            interrupted = time.monotonic()
+            raise KeyboardInterrupt
 
     def unraisable(event):
+        nonlocal interrupted
+        if ending:  # one more signal while it is switched off
+            return
         if issubclass(event.exc_type, KeyboardInterrupt):  # lost in a destructor or the like: once more, a bit later
+            interrupted = 0.0
             threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
         else:
             sys.__unraisablehook__(event)
@@ -28,10 +36,13 @@ def main():
         from .cli import main as run
 
         run()
+        ending = True
     except BaseException:  # an import in C, for one, makes an ImportError of it
-        if not interrupted:
+        ending = True
+        if interrupted < 0:
             raise
         print("Interrupted.", file=sys.stderr)
+        eval("0")  # or Python dies of SIGINT if the last one that it evaluated, a dataclass say, was interrupted
         sys.exit(130)
     finally:
         signal.signal(signal.SIGINT, signal.SIG_IGN)  # all is done but for what Python does at its end

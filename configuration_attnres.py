@@ -1,24 +1,17 @@
-# Copyright 2026 The attnres authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
-"""AttnRes configuration: any supported PreNorm decoder's own configuration plus the depth-attention fields, flat."""
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0. trf-ignore: TRF028
+"""AttnRes configuration: that of a base, any decoder of transformers, with the depth-attention fields beside its own.
+
+Also the probe that counts how often the layers of a base add to the residual stream, without weights.
+"""
 
 import copy
 import difflib
 import functools
+import inspect
 import math
 import re
-from dataclasses import dataclass, fields
+import sys
+from dataclasses import fields
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
@@ -28,78 +21,8 @@ from transformers.generation.configuration_utils import GenerationConfig
 from transformers.utils import auto_docstring
 
 
-@dataclass(frozen=True)
-class BaseFamily:
-    """How a base architecture's decoder is read, where it differs from Llama's.
-
-    Names of modules of the decoder layer, or of fields of the base's config; `None` where there is nothing to do.
-    """
-
-    # Modules applied to a sublayer's output before it joins the stream
-    attention_dropout: str | None = None
-    mlp_dropout: str | None = None
-    # Config fields: factor on every sublayer's output, factor and dropout on the embeddings, divisor of the logits
-    residual_multiplier: str | None = None
-    embedding_multiplier: str | None = None
-    embedding_dropout: str | None = None
-    logits_scaling: str | None = None
-    # Epsilon of norms that carry none as an attribute
-    fixed_norm_eps: float | None = None
-    # Config field that has to be off, because with it a norm reads what is not a sum of sublayer outputs
-    parallel_residual: str | None = None
-    # Keywords that only the base config's `__post_init__` knows: spellings of the released checkpoints
-    legacy_keywords: tuple[str, ...] = ()
-
-
-BASE_FAMILIES = {
-    "arcee": BaseFamily(),
-    "cwm": BaseFamily(),
-    "deepseek_v2": BaseFamily(),
-    "deepseek_v3": BaseFamily(),
-    "ernie4_5": BaseFamily(),
-    "gemma": BaseFamily(),
-    "glm": BaseFamily(),
-    "glm4_moe": BaseFamily(),
-    "glm4_moe_lite": BaseFamily(),
-    "gpt_oss": BaseFamily(),
-    "granite": BaseFamily(
-        residual_multiplier="residual_multiplier",
-        embedding_multiplier="embedding_multiplier",
-        logits_scaling="logits_scaling",
-    ),
-    "helium": BaseFamily(),
-    "hunyuan_v1_dense": BaseFamily(),
-    "kimi_linear": BaseFamily(legacy_keywords=("linear_attn_config", "first_k_dense_replace")),
-    "llama": BaseFamily(),
-    "minimax_m2": BaseFamily(legacy_keywords=("rotary_dim",)),
-    "ministral": BaseFamily(),
-    "ministral3": BaseFamily(),
-    "mistral": BaseFamily(),
-    "mixtral": BaseFamily(),
-    "nemotron": BaseFamily(),
-    "olmo": BaseFamily(fixed_norm_eps=1e-5),
-    "olmoe": BaseFamily(),
-    "phi3": BaseFamily(attention_dropout="resid_attn_dropout", mlp_dropout="resid_mlp_dropout"),
-    "qwen2": BaseFamily(),
-    "qwen2_moe": BaseFamily(),
-    "qwen3": BaseFamily(),
-    "qwen3_moe": BaseFamily(),
-    "qwen3_next": BaseFamily(legacy_keywords=("full_attention_interval",)),
-    "seed_oss": BaseFamily(),
-    "smollm3": BaseFamily(),
-    "stablelm": BaseFamily(mlp_dropout="dropout", parallel_residual="use_parallel_residual"),
-    "starcoder2": BaseFamily(embedding_dropout="embedding_dropout"),
-}
-
-_POST_NORM = "it normalises what a sublayer writes, not what it reads, so sublayers read the raw residual stream"
-_SANDWICH = "it also normalises what a sublayer writes; reading its blocks exactly is not implemented"
-_PARALLEL = "its attention and MLP read the stream in parallel, so an MLP has no input of its own to attend over depth"
-REFUSED_FAMILIES = {
-    **dict.fromkeys(("olmo2", "olmo3", "flex_olmo", "exaone4"), _POST_NORM),
-    **dict.fromkeys(("gemma2", "gemma3", "gemma3_text", "glm4"), _SANDWICH),
-    **dict.fromkeys(("cohere", "cohere2", "falcon", "gpt_neox", "gptj", "phi"), _PARALLEL),
-    **dict.fromkeys(("attnres", "inkling2"), "it is an attention-residual architecture already"),
-}
+# Decoders that a probe would not refuse, and why they are
+EXCEPTIONS = dict.fromkeys(("attnres", "inkling2"), "it is an attention-residual architecture already")
 
 # Class attributes of a base config that transformers looks up on the config: ours belong to an instance
 _MIRRORED_ATTRIBUTES = ("attribute_map", "base_model_tp_plan", "base_model_ep_plan", "default_theta")
@@ -117,13 +40,18 @@ def check_base_model_type(base_model_type: str):
     """Raise a `ValueError` that says why, if `base_model_type` cannot be a base."""
     if not isinstance(base_model_type, str):
         raise ValueError(
-            f"`base_model_type={base_model_type!r}` must be the model type of a decoder, a string, not"
-            f" {_name_type(base_model_type)}. Supported: {', '.join(BASE_FAMILIES)}."
+            f"`base_model_type={base_model_type!r}` must be the model type of a decoder, a string such as 'qwen3',"
+            f" not {_name_type(base_model_type)}."
         )
-    if base_model_type not in BASE_FAMILIES:
-        reason = REFUSED_FAMILIES.get(base_model_type, "it has not been shown to be exact")
+    if base_model_type in EXCEPTIONS:
+        raise ValueError(f"`base_model_type={base_model_type!r}` is not supported: {EXCEPTIONS[base_model_type]}.")
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if base_model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        close = difflib.get_close_matches(base_model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
         raise ValueError(
-            f"`base_model_type={base_model_type!r}` is not supported: {reason}. Supported: {', '.join(BASE_FAMILIES)}."
+            f"`base_model_type={base_model_type!r}` is not supported: transformers {__version__} has no causal"
+            " language model of this type." + (f" Did you mean {' or '.join(close)}?" if close else "")
         )
 
 
@@ -179,12 +107,10 @@ def _check_fields_first(config_class: type[PreTrainedConfig]) -> type[PreTrained
 
 
 def base_config_class(base_model_type: str) -> type[PreTrainedConfig]:
-    """The configuration class of a supported base architecture."""
+    """The configuration class of a base architecture."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     check_base_model_type(base_model_type)
-    if base_model_type not in CONFIG_MAPPING:
-        raise ValueError(f"`base_model_type={base_model_type!r}` needs a newer transformers than {__version__}.")
     return CONFIG_MAPPING[base_model_type]
 
 
@@ -193,7 +119,8 @@ def _base_keywords(base_class: type[PreTrainedConfig]) -> frozenset[str]:
     """Names that a base architecture's own config gives a meaning to, generic ones left out."""
     names = {field.name for field in fields(base_class)} | {*vars(base_class())} | _ROPE_KEYWORDS
     names |= {*base_class.attribute_map, *base_class.attribute_map.values()}
-    names |= {*BASE_FAMILIES[base_class.model_type].legacy_keywords}
+    # Keywords that only its `__post_init__` knows: spellings of the released checkpoints
+    names |= {*re.findall(r'kwargs\.(?:pop|get)\("(\w+)"', inspect.getsource(base_class.__post_init__))}
     generic = {field.name for field in fields(PreTrainedConfig)} | _GENERIC_KEYWORDS
     return frozenset(name for name in names - generic if not name.startswith("_"))
 
@@ -227,7 +154,7 @@ def _check_known(kwargs: dict[str, Any], base_class: type[PreTrainedConfig]):
 class AttnResConfig(PreTrainedConfig):
     r"""
     base_model_type (`str`, *optional*, defaults to `"llama"`):
-        Model type of the PreNorm decoder whose sublayers are used. Every field of that architecture's own
+        Model type of the decoder whose layers are used. Every field of that architecture's own
         configuration is a field of this one.
     attn_res_block_size (`int`, *optional*, defaults to 8):
         Number of sublayers (an attention or an MLP each; a decoder layer has two) whose outputs are summed into one
@@ -235,9 +162,12 @@ class AttnResConfig(PreTrainedConfig):
     attn_res_norm_eps (`float`, *optional*, defaults to 1e-06):
         Epsilon of the RMSNorm on the keys of depth attention.
     attn_res_scale_norm_eps (`bool`, *optional*, defaults to `False`):
-        Whether to divide the epsilon of every norm that reads over depth by the square of its number of sources. With
-        queries of zero a read is the residual stream divided by that number, so the model then computes exactly what
-        its base computes.
+        Whether every read is multiplied by its number of sources, which to the norm behind it is the same as an
+        epsilon divided by the square of that number, hence the name. With queries of zero a read is then the residual
+        stream, and the model computes exactly what its base computes.
+    attn_res_sublayers (`list[int]`, *optional*):
+        How often each decoder layer adds to the residual stream, usually 2. Counted by a run of the base without
+        weights where it is not given, or not for this number of layers.
 
     ```python
     >>> from attnres import AttnResConfig, AttnResForCausalLM
@@ -257,6 +187,7 @@ class AttnResConfig(PreTrainedConfig):
     attn_res_block_size: int = 8
     attn_res_norm_eps: float = 1e-6
     attn_res_scale_norm_eps: bool = False
+    attn_res_sublayers: list[int] | None = None
     tie_word_embeddings: bool | None = None
 
     def __post_init__(self, **kwargs):
@@ -281,9 +212,6 @@ class AttnResConfig(PreTrainedConfig):
                 self.__dict__[name] = value
         # TRL reads this attribute where transformers has no class of the architecture's name
         super().__post_init__(**{"auto_map": {}, **kwargs})
-        parallel = BASE_FAMILIES[self.base_model_type].parallel_residual
-        if parallel is not None and getattr(self, parallel):
-            raise ValueError(f"`{parallel}=True` on base `{self.base_model_type}` is not supported: {_PARALLEL}.")
 
     def validate_architecture(self):
         """Part of `@strict`-powered validation: the base configuration's own checks."""
@@ -297,8 +225,18 @@ class AttnResConfig(PreTrainedConfig):
 
     @property
     def num_sites(self) -> int:
-        """Number of places where depth is read: the input of every sublayer and the final read."""
-        return 2 * self.num_hidden_layers + 1
+        """Number of places where depth is read: in front of every sublayer, and behind the last one."""
+        return sum(self.sublayers_per_layer()) + 1
+
+    def sublayers_per_layer(self) -> list[int]:
+        """How often each decoder layer adds to the residual stream, as probed once.
+
+        Raises:
+            ValueError: if the base does more to its residual stream than to add to it and to read it.
+        """
+        if self.attn_res_sublayers is None or len(self.attn_res_sublayers) != self.num_hidden_layers:
+            self.attn_res_sublayers = probe_sublayers(self.to_base_config())
+        return self.attn_res_sublayers
 
     @classmethod
     def from_base_config(
@@ -325,6 +263,7 @@ class AttnResConfig(PreTrainedConfig):
                 f" `AutoConfig.from_pretrained(...)`, not {_name_type(base_config)}."
             )
         check_base_model_type(base_config.model_type)
+        sublayers = probe_sublayers(base_config)
         if "attn_res_block_size" in kwargs:
             raise ValueError("Pass `block_size`, not `attn_res_block_size`, to `from_base_config`.")
         _check_known(kwargs, type(base_config))
@@ -332,13 +271,14 @@ class AttnResConfig(PreTrainedConfig):
             raise ValueError(f"`block_size={block_size}` and `num_blocks={num_blocks}` contradict: give one of them.")
         if num_blocks is not None:
             _check_count("num_blocks", num_blocks, ">= 1")
-            block_size = -(-2 * base_config.num_hidden_layers // num_blocks)
+            block_size = -(-sum(sublayers) // num_blocks)
         if block_size is not None:
             kwargs["attn_res_block_size"] = block_size
 
         values = {name: value for name, value in copy.deepcopy(vars(base_config)).items() if not name.startswith("_")}
         values.pop("auto_map", None)  # names the base's code
         values["architectures"] = _rename_architectures(values["architectures"], base_config.model_type, to_base=False)
+        kwargs = {"attn_res_sublayers": sublayers, **kwargs}
         values.update(kwargs, base_model_type=base_config.model_type, model_type=cls.model_type)
         config = cls.from_dict(values)
         _copy_private(base_config, config)
@@ -361,7 +301,7 @@ class AttnResConfig(PreTrainedConfig):
     @classmethod
     def get_config_dict(cls, pretrained_model_name_or_path, **kwargs) -> tuple[dict[str, Any], dict[str, Any]]:
         config_dict, kwargs = super().get_config_dict(pretrained_model_name_or_path, **kwargs)
-        if config_dict.get("model_type") in BASE_FAMILIES and "attn_res_block_size" in config_dict:
+        if config_dict.get("model_type") != cls.model_type and "attn_res_block_size" in config_dict:
             raise ValueError(
                 f"`{pretrained_model_name_or_path}` is an AttnRes checkpoint in Kimi's naming, whose block size counts"
                 " layers. `attnres import` makes it one of this kind."
@@ -385,8 +325,9 @@ class AttnResConfig(PreTrainedConfig):
     def _remove_keys_not_serialized(self, d: dict[str, Any]):
         for name in _MIRRORED_ATTRIBUTES:
             d.pop(name, None)
-        if not d.get("auto_map"):
-            d.pop("auto_map", None)
+        for name in ("auto_map", "attn_res_sublayers"):
+            if not d.get(name):
+                d.pop(name, None)
         super()._remove_keys_not_serialized(d)
 
 
@@ -422,6 +363,59 @@ def _copy_private(source: PreTrainedConfig, target: PreTrainedConfig):
     for name in ("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions"):
         target.__dict__[name] = vars(source)[name]
     target._name_or_path = source._name_or_path
+
+
+def decoder_layers(model):
+    """The decoder layers of a model without head: its first list of modules, of as many as the config says."""
+    from torch import nn
+
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
+    return next((found for found in lists if len(found) == model.config.num_hidden_layers), lists[0])
+
+
+def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
+    """Count how often each decoder layer of a base adds to its residual stream, without weights or memory for any.
+
+    Raises:
+        ValueError: if a layer does not hand on the stream: the base does more to it than to add to it and to read it.
+    """
+    import torch
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from transformers.initialization import no_init_weights
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    from .depth_stream import DepthStream
+
+    class Probe(DepthStream):
+        def read(self, norm=None):
+            return self.newest
+
+    counts: list[int] = []
+
+    def start(layer, args, kwargs):
+        stream = Probe(None, (args[0] if args else kwargs["hidden_states"],), block_size=sys.maxsize)
+        return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
+
+    def count(layer, args, output):
+        stream = output[0] if isinstance(output, tuple) else output
+        if not isinstance(stream, DepthStream):
+            raise ValueError(
+                f"`base_model_type={base_config.model_type!r}` is not supported: a {type(layer).__name__} does more to"
+                " its residual stream than to add outputs to it and to read it."
+            )
+        counts.append(stream.site - sum(counts))
+
+    base_config = copy.deepcopy(base_config)
+    base_config._attn_implementation, base_config._experts_implementation = "eager", "batched_mm"
+    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_init_weights(), torch.no_grad():
+        model = MODEL_MAPPING[type(base_config)](base_config).eval()
+        layers = decoder_layers(model)
+        layers[0].register_forward_pre_hook(start, with_kwargs=True)
+        for layer in layers:
+            layer.register_forward_hook(count)
+        model(torch.zeros(1, 3, dtype=torch.long), use_cache=False)
+    return counts
 
 
 __all__ = ["AttnResConfig"]

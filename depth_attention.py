@@ -1,16 +1,4 @@
-# Copyright 2026 The attnres authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Depth attention: softmax attention over the earlier outputs of a network, per token (arXiv 2603.15031, section 3).
 
 The sources of a read are the embedding, the sums of the closed blocks and the partial sum of the open block. With the
@@ -241,7 +229,7 @@ class NormOfWeightedSum(torch.autograd.Function):
         ctx.norm, ctx.is_autocast = norm, torch.is_autocast_enabled(device_type)
         ctx.autocast_dtype = torch.get_autocast_dtype(device_type)
         ctx.save_for_backward(weights, *sources)
-        return norm(weighted_sum(weights, sources))
+        return norm_of(norm, weighted_sum(weights, sources))
 
     @staticmethod
     @once_differentiable
@@ -250,14 +238,27 @@ class NormOfWeightedSum(torch.autograd.Function):
         mix = weighted_sum(weights, sources).requires_grad_()
         autocast = maybe_autocast(weights.device.type, dtype=ctx.autocast_dtype, enabled=ctx.is_autocast)
         with torch.enable_grad(), autocast:
-            normed = ctx.norm(mix)
+            normed = norm_of(ctx.norm, mix)
         inputs = (mix, *trainable_parameters(ctx.norm))
         grad_mix, *grad_parameters = torch.autograd.grad(normed, inputs, grad, allow_unused=True)
         return None, *weighted_sum_backward(grad_mix, weights, sources), *grad_parameters
 
 
+def norm_of(norm: nn.Module, mix: torch.Tensor) -> torch.Tensor:
+    """What a norm makes of a mix; by its class, as what hangs on the instance has been passed on the way here."""
+    return type(norm).forward(norm, mix)
+
+
 def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
     return [parameter for parameter in module.parameters() if parameter.requires_grad]
+
+
+def depth_weights(scores: Sequence[torch.Tensor], masked: int | None = None) -> torch.Tensor:
+    """The softmax over sources, `[batch, seq, sources]`, of their scores, `[batch, seq]` each; one may be left out."""
+    scores = torch.stack(scores, dim=-1)
+    if masked is not None:
+        scores[..., masked] = -torch.inf
+    return torch.softmax(scores, dim=-1)
 
 
 def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: nn.Module | None) -> torch.Tensor:
@@ -274,30 +275,27 @@ def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: n
     if _backend == "reference":
         values = torch.stack(sources, dim=-2)
         mix = (weights.unsqueeze(-1) * values.to(weights.dtype)).sum(-2).to(values.dtype)
-        return mix if norm is None else norm(mix)
+        return mix if norm is None else norm_of(norm, mix)
     if norm is None:
         return WeightedSum.apply(weights, *sources)
     if torch.compiler.is_compiling():  # which decides itself what it computes again
-        return norm(WeightedSum.apply(weights, *sources))
+        return norm_of(norm, WeightedSum.apply(weights, *sources))
     return NormOfWeightedSum.apply(norm, weights, *sources, *trainable_parameters(norm))
 
 
 def rms_norm_parameters(norm: nn.Module | None, dtype: torch.dtype) -> tuple[torch.Tensor, float] | None:
-    """Weight and epsilon of a norm that is Llama's RMSNorm, and has nothing hooked to it; `None` otherwise.
+    """Weight and epsilon of a norm that is Llama's RMSNorm; `None` otherwise.
 
     `variance_epsilon` is what that one calls its epsilon in transformers; a (1 + weight) one calls it `eps`. Never in
     fp64, which that one rounds to fp32.
     """
     if norm is None or dtype == torch.float64:
         return None
-    # Its own, as a wrapper (PEFT's, of a norm that is trained) shows those of what it wraps
-    own = vars(norm)
-    if "variance_epsilon" not in own or "forward" in own:
-        return None
+    own, norm_class = vars(norm), type(norm)
     # Others (Liger's, put in its place) have options
-    if not type(norm).__module__.startswith("transformers.models."):
+    if "RMSNorm" not in norm_class.__name__ or not norm_class.__module__.startswith("transformers.models."):
         return None
-    if norm._forward_pre_hooks or norm._forward_hooks or norm._backward_pre_hooks or norm._backward_hooks:
+    if "variance_epsilon" not in own:
         return None
     weight = own["_parameters"].get("weight", own.get("weight"))
     if type(weight) not in (nn.Parameter, torch.Tensor) or weight.dtype != dtype:
@@ -339,6 +337,7 @@ def read_and_norm(
     scores: Sequence[torch.Tensor],
     eps: float,
     norm: nn.Module,
+    factor: int = 1,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """A read within a block and the norm behind it, where there is a kernel for it.
 
@@ -348,12 +347,13 @@ def read_and_norm(
         scores: of the closed blocks, each `[batch, seq]`.
         eps: epsilon of the key RMSNorm.
         norm: in front of the sublayer.
+        factor: what the mix is multiplied by, here as an epsilon divided by its square.
 
     Returns:
         The normed mix, `[batch, seq, hidden]`, and the weights, `[batch, seq, sources]`.
     """
     weight, norm_eps = rms_norm_parameters(norm, sources[-1].dtype)
-    return ReadAndNorm.apply(query, torch.stack(scores, dim=-1), weight, norm_eps, eps, *sources)
+    return ReadAndNorm.apply(query, torch.stack(scores, dim=-1), weight, norm_eps / factor**2, eps, *sources)
 
 
 def depth_attention(query: torch.Tensor, sources: list[torch.Tensor], eps: float) -> tuple[torch.Tensor, torch.Tensor]:
@@ -416,17 +416,12 @@ def merge_partial(
     return torch.lerp(mix, wide_partial, alpha)
 
 
-def add(partial: torch.Tensor | None, output: torch.Tensor) -> torch.Tensor:
-    """The partial sum with one more sublayer's output; the first one of a block begins it."""
-    return output if partial is None else partial + output
-
-
 # A generation is known by its KV cache, and its buffers are freed with it
 _BLOCK_CACHES = weakref.WeakKeyDictionary()
 
 
 class BlockCache:
-    """The sources of one forward pass, kept for two-phase reads: to depth what a KV cache is to time.
+    """The closed blocks of one forward pass, kept for two-phase reads: to depth what a KV cache is to time.
 
     Append-only along depth: a block is copied in when it closes, together with its scores for all later sites, and is
     never normalised again. Depth attention is per token, so nothing in here outlives a forward pass but the buffers,
@@ -434,12 +429,11 @@ class BlockCache:
 
     A single token on a CPU is read with scores that are numbers, as its time goes into operations and calls and not
     into arithmetic: half as many operations on tensors, and few functions.
-
-    As a sequence it gives the closed blocks, each `[batch, seq, hidden]`.
     """
 
     def __init__(self):
         self.layout = None
+        self.num_passes = 0
         self.num_closed = 0
         self.scores_of_one_token = []
 
@@ -448,41 +442,40 @@ class BlockCache:
         """The block cache of the generation whose KV cache this is, from its first forward pass to its last."""
         return _BLOCK_CACHES.setdefault(kv_cache, cls())
 
-    def start(self, queries: torch.Tensor, partial: torch.Tensor, block_size: int, eps: float):
+    def start(self, queries: torch.Tensor, like: torch.Tensor, block_size: int, eps: float):
         """Empty the cache for a forward pass.
 
         Args:
             queries: folded queries of all sites, `[sites, hidden]`.
-            partial: the pending partial sum, `[batch, seq, hidden]`; only its shape, dtype and device matter.
+            like: of the shape, dtype and device of every source, `[batch, seq, hidden]`.
             block_size: sublayers per block.
             eps: epsilon of the key RMSNorm.
         """
-        layout = (partial.shape, partial.dtype, len(queries), block_size, eps, use_kernels(partial))
-        if (
-            layout != self.layout
-            or self.values.device != partial.device
-            # a buffer made under inference mode cannot be written outside of it
-            or self.values.is_inference() != torch.is_inference_mode_enabled()
-        ):
-            self.layout, self.shape, self.block_size, self.eps = layout, partial.shape, block_size, eps
-            self._allocate(partial, len(queries))
+        layout = (like.shape, like.dtype, like.device, len(queries), block_size, eps, use_kernels(like))
+        # a buffer made under inference mode cannot be written outside of it
+        if layout != self.layout or self.values.is_inference() != torch.is_inference_mode_enabled():
+            self.layout, self.shape, self.block_size, self.eps = layout, like.shape, block_size, eps
+            self._allocate(like, len(queries))
         self.queries.copy_(queries).mul_(self.shape[-1] ** 0.5)
-        self.rewind(0)
+        self.num_passes += 1
+        self.num_closed, self.open_block = 0, None
+        self.scores_of_one_token.clear()
 
-    def _allocate(self, partial: torch.Tensor, num_sites: int):
+    def _allocate(self, like: torch.Tensor, num_sites: int):
         """Buffers, and every part of one that is ever asked for, as a step of decoding takes time even for a view."""
         *tokens, hidden_size = self.shape
         num_tokens, num_blocks = math.prod(tokens), 1 + (num_sites - 1) // self.block_size
-        wide = torch.promote_types(partial.dtype, torch.float32)
-        is_one_token = num_tokens == 1 and partial.device.type == "cpu"
-        self.is_one_token = is_one_token and not use_kernels(partial) and not is_tracing(partial)
-        self.values = partial.new_empty(num_tokens, num_blocks, hidden_size)
-        self.mixes = partial.new_empty(num_tokens, min(self.block_size, num_sites), hidden_size, dtype=wide)
-        self.queries = partial.new_empty(num_sites, hidden_size, dtype=wide)
-        self.scores = partial.new_empty(num_tokens, num_blocks, num_sites, dtype=wide)
+        wide = torch.promote_types(like.dtype, torch.float32)
+        is_one_token = num_tokens == 1 and like.device.type == "cpu"
+        self.is_one_token = is_one_token and not use_kernels(like) and not is_tracing(like)
+        self.values = like.new_empty(num_tokens, num_blocks, hidden_size)
+        self.mixes = like.new_empty(num_tokens, min(self.block_size, num_sites), hidden_size, dtype=wide)
+        self.queries = like.new_empty(num_sites, hidden_size, dtype=wide)
+        self.scores = like.new_empty(num_tokens, num_blocks, num_sites, dtype=wide)
         self.zero = self.queries.new_zeros(hidden_size)
         self.shifts = {}
         self.shift = self._shift(self.eps)
+        self.blocks = self._by_site(self.values)
         self.site_queries = self.queries.unbind(0)
         self.site_mixes = self._by_site(self.mixes)
         self.closing, self.reading = [], []
@@ -507,97 +500,77 @@ class BlockCache:
         """`[tokens, sites, n]` as one `[batch, seq, n]` per site."""
         return tensor.view(*self.shape[:-1], *tensor.shape[1:]).unbind(-2)
 
-    def rewind(self, site: int):
-        """Forget what was closed at `site` or later."""
-        self.num_closed = num_sources(site, self.block_size) - 1
-        self.open_block = None
-        del self.scores_of_one_token[self.num_closed :]
-
     def __len__(self) -> int:
         return self.num_closed
 
-    def __getitem__(self, index: int) -> torch.Tensor:
-        if not 0 <= index < self.num_closed:
-            raise IndexError(f"block {index} of a cache that holds {self.num_closed}")
-        return self.values[:, index].view(self.shape)
+    def append(self, block: torch.Tensor) -> torch.Tensor:
+        """Keep a closed block, `[batch, seq, hidden]`, and its scores for every site that can still read it.
 
-    def append(self, block: torch.Tensor):
-        """Close a block, `[batch, seq, hidden]`: keep it, and its scores for every site that can still read it."""
-        self._follow(block.device)
+        Returns:
+            The block as it is kept: the same numbers until the next `start`.
+        """
         if self.is_one_token:
             vector = block.to(self.queries.dtype).view(-1)
-            return self._append_one_token(vector, length_of_one_token(vector, self.shift))
-        if torch.is_autocast_enabled(block.device.type):
-            with torch.autocast(block.device.type, enabled=False):
-                return self.append(block)
-        values, queries, scores = self.closing[self.num_closed]
-        block = block.flatten(0, -2)
-        values.copy_(block)
-        wide_block = block if block.dtype == scores.dtype else block.to(scores.dtype)
-        scores.copy_((wide_block @ queries).div_(key_length(wide_block, self.shift)))
+            values, queries = self.closing[self.num_closed]
+            values.copy_(vector)
+            length = length_of_one_token(vector, self.shift)
+            self.scores_of_one_token.append([product / length for product in torch.mv(queries, vector).tolist()])
+        else:
+            values, queries, scores = self.closing[self.num_closed]
+            with maybe_autocast(device_type=block.device.type, enabled=False):
+                block = block.flatten(0, -2)
+                values.copy_(block)
+                wide_block = block if block.dtype == scores.dtype else block.to(scores.dtype)
+                scores.copy_((wide_block @ queries).div_(key_length(wide_block, self.shift)))
         self.num_closed += 1
+        return self.blocks[self.num_closed - 1]
 
     def read(
-        self,
-        site: int,
-        partial: torch.Tensor | None,
-        output: torch.Tensor | None = None,
-        norm: nn.Module | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Input of the sublayer at `site`.
+        self, site: int, partial: torch.Tensor | None, norm: nn.Module | None = None, factor: int = 1
+    ) -> torch.Tensor:
+        """The mix at a site behind the blocks that the cache holds, `[batch, seq, hidden]`.
 
         Args:
             partial: the partial sum of the open block, `[batch, seq, hidden]`, or `None` if there is no open block.
-            output: of the sublayer in front, where it is not yet in the partial sum, `[batch, seq, hidden]`.
-            norm: of the sublayer at `site`, if it is to be applied.
-
-        Returns:
-            The normed mix, and the partial sum with the output; `None` at the first site of a block, which closes it.
+            norm: if it is to be applied.
+            factor: what the mix is multiplied by.
         """
-        source = output if partial is None else partial
-        if self.is_one_token and source.is_cpu:
-            return self._read_one_token(site, source if output is None or partial is None else partial + output, norm)
-        device = source.device
-        if torch.is_autocast_enabled(device.type):
-            with torch.autocast(device.type, enabled=False):
-                mix, partial = self.read(site, partial, output)
-            return mix if norm is None else norm(mix), partial
-        self._follow(device)
         block, offset = divmod(site, self.block_size)
-        if offset == 0:
-            closing, partial = partial if output is None else add(partial, output), None
-            self.append(closing)
+        if self.is_one_token:
+            return self._read_one_token(site, block, offset, partial, norm, factor)
+        device_type = self.values.device.type
+        if torch.is_autocast_enabled(device_type):
+            with torch.autocast(device_type, enabled=False):
+                mix = self.read(site, partial, None, factor)
+            return mix if norm is None else norm_of(norm, mix)
         if self.open_block != block:
             self._read_closed(block)
         mix = self.mix[offset]
-        if offset == 0:
+        if partial is None:
             # Out of the buffer, which the next block overwrites
-            return self._normed(mix, norm, closing.dtype, copy=self.buffered), None
+            return self._normed(mix, norm, factor, copy=self.buffered)
         query, negative_lse = self.site_queries[site], self.negative_lse[offset]
-        if use_kernels(source):
-            return kernels().update_and_merge(query, partial, output, mix, negative_lse, self.shift, norm)
-        if output is not None:
-            partial = add(partial, output)
+        if use_kernels(partial):
+            return kernels().merge(query, partial, mix, negative_lse, self.shift, norm, factor)
         mix = merge_partial(query, partial, mix, negative_lse, self.shift)
-        return self._normed(mix, norm, partial.dtype), partial
+        return self._normed(mix, norm, factor)
 
-    def _normed(self, mix: torch.Tensor, norm: nn.Module | None, dtype: torch.dtype, copy: bool = False):
-        """The mix in the model's dtype and normed, if there is a norm.
+    def _normed(self, mix: torch.Tensor, norm: nn.Module | None, factor: int, copy: bool = False) -> torch.Tensor:
+        """The mix in the model's dtype, multiplied, and normed if there is a norm.
 
         Llama's RMSNorm is eight operations as a module, more than the read in front of it, and five here.
         """
+        dtype = self.values.dtype
         parameters = None if torch.compiler.is_compiling() else rms_norm_parameters(norm, dtype)
         if parameters is None:
-            mix = mix.to(dtype, copy=copy)
-            return mix if norm is None else norm(mix)
+            mix = (mix * factor).to(dtype) if factor != 1 else mix.to(dtype, copy=copy)
+            return mix if norm is None else norm_of(norm, mix)
         weight, eps = parameters
-        rms = key_length(mix, self._shift(eps)) * mix.shape[-1] ** -0.5
+        rms = key_length(mix, self._shift(eps / factor**2)) * mix.shape[-1] ** -0.5
         return (mix / rms).to(dtype).mul_(weight)
 
     def _read_closed(self, block: int):
         values, scores, out = self.reading[block]
-        if self.num_closed <= block:  # the last site is read in the middle of the stack
-            values, scores = values[:, : self.num_closed], scores[..., : self.num_closed]
         # A compiled graph owns its memory: there, writing into a buffer would only be one more copy. A mix that is
         # given away at once needs none either
         self.buffered = scores.shape[1] > 1 and not torch.compiler.is_compiling()
@@ -606,44 +579,34 @@ class BlockCache:
         self.negative_lse = self._by_site(negative_lse.unsqueeze(-1))
         self.open_block = block
 
-    def _read_one_token(self, site: int, source: torch.Tensor, norm: nn.Module | None):
-        """`read` of the partial sum with the output, straight on."""
-        dtype = source.dtype
-        wide_source = source if dtype == self.mixes.dtype else source.to(self.mixes.dtype)
-        vector = wide_source.view(-1)
-        length = length_of_one_token(vector, self.shift)
-        block, offset = divmod(site, self.block_size)
-        if offset == 0:
-            self._append_one_token(vector, length)
+    def _read_one_token(self, site, block, offset, partial, norm, factor) -> torch.Tensor:
+        """`read`, with numbers in place of scores."""
         if self.open_block != block:
             self._read_closed_of_one_token(block)
-        mix, partial = self.mix[offset], None
-        if offset:
+        dtype, mix = self.values.dtype, self.mix[offset]
+        if partial is not None:
+            wide_partial = partial if dtype == self.mixes.dtype else partial.to(self.mixes.dtype)
+            vector = wide_partial.view(-1)
+            length = length_of_one_token(vector, self.shift)
             score = torch.dot(vector, self.site_queries[site]).item() / length + self.negative_lse[offset]
             # by the exponential that cannot overflow
             alpha = 1 / (1 + math.exp(-score)) if score > 0 else 1 - 1 / (1 + math.exp(score))
-            mix, partial = torch.lerp(mix, wide_source, alpha), source
+            mix = torch.lerp(mix, wide_partial, alpha)
         parameters = rms_norm_parameters(norm, dtype)
         if parameters is None:
-            mix = mix.to(dtype, copy=offset == 0)  # out of the buffer, which the next block overwrites
-            return mix if norm is None else norm(mix), partial
+            # out of the buffer, which the next block overwrites
+            mix = (mix * factor).to(dtype) if factor != 1 else mix.to(dtype, copy=partial is None)
+            return mix if norm is None else norm_of(norm, mix)
         weight, eps = parameters
         vector = mix.view(-1)
-        rms = math.sqrt(torch.dot(vector, vector).item() / vector.shape[0] + eps)
+        rms = math.sqrt(torch.dot(vector, vector).item() / vector.shape[0] + eps / factor**2)
         # A product of three in one operation, whose number has to fit fp32
         normed = torch.addcmul(self.zero, mix, weight, value=1 / max(rms, 1e-37))
-        return normed if dtype == normed.dtype else normed.to(dtype), partial
-
-    def _append_one_token(self, vector: torch.Tensor, length: float):
-        values, queries = self.closing[self.num_closed]
-        values.copy_(vector)
-        self.scores_of_one_token.append([product / length for product in torch.mv(queries, vector).tolist()])
-        self.num_closed += 1
+        return normed if dtype == normed.dtype else normed.to(dtype)
 
     def _read_closed_of_one_token(self, block: int):
         values, sites, out = self.reading[block]
-        # Not all of them are closed where the last site is read in the middle of the stack
-        values = values[: self.num_closed].to(out.dtype)
+        values = values.to(out.dtype)
         if self.num_closed == 1:  # a softmax over one source is 1
             (scores,) = self.scores_of_one_token
             self.mix = [values.view(self.shape)] * len(sites)
@@ -660,14 +623,3 @@ class BlockCache:
             torch.mm(torch.tensor(weights, dtype=out.dtype), values, out=out)
             self.mix = self.site_mixes
         self.open_block = block
-
-    def _follow(self, device: torch.device):
-        """Move along when the layers go on on another device: every closed block is copied there once."""
-        if device == self.values.device:
-            return
-        closed, queries = [block.to(device) for block in self], self.queries
-        self._allocate(self.values.new_empty(0, device=device), len(queries))
-        self.queries.copy_(queries)
-        self.rewind(0)
-        for block in closed:
-            self.append(block)

@@ -1,4 +1,4 @@
-# SPDX-License-Identifier: Apache-2.0
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Liger's kernels in an AttnRes model: those of its base's sublayers, and the fused linear cross-entropy.
 
 Liger looks models up by model type, so importing it registers the function below (see `attnres/__init__.py`), and
@@ -7,12 +7,10 @@ the read.
 """
 
 import inspect
+from types import MethodType
 
-import torch
 from transformers.modeling_utils import PreTrainedModel
 from transformers.utils import logging
-
-from .configuration_attnres import BASE_FAMILIES
 
 
 logger = logging.get_logger(__name__)
@@ -37,6 +35,8 @@ def apply_liger_kernel_to_attnres(
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
+    from .modeling_attnres import _with_depth_attentions
+
     if model is None:
         raise ValueError("Liger's kernels are put into an AttnRes model that is there: pass it as `model`.")
     if cross_entropy and fused_linear_cross_entropy:
@@ -47,29 +47,15 @@ def apply_liger_kernel_to_attnres(
     base_model_type = model.config.base_model_type
     apply_to_base = MODEL_TYPE_TO_APPLY_LIGER_FN.get(base_model_type)
     if apply_to_base is None:
-        logger.warning(
-            f"Liger has no kernels for the sublayers of `{base_model_type}`, so `use_liger_kernel` leaves them alone."
-        )
-    else:
-        chosen = {"rope": rope, "swiglu": swiglu, "geglu": geglu, "relu_squared": relu_squared}
-        kwargs = {name: value for name, value in chosen.items() if value is not None}
-        kwargs |= {"cross_entropy": cross_entropy, "fused_linear_cross_entropy": False, "rms_norm": False}
-        known = inspect.signature(apply_to_base).parameters
-        apply_to_base(model=model, **{name: value for name, value in kwargs.items() if name in known})
-
-    fuse = not cross_entropy if fused_linear_cross_entropy is None else fused_linear_cross_entropy
-    if fuse and hasattr(model, "fused_loss_function"):
-        model.fused_loss_function = fused_linear_cross_entropy_loss
-
-
-def fused_linear_cross_entropy_loss(
-    model: PreTrainedModel, hidden_states: torch.Tensor, labels: torch.Tensor, **kwargs
-) -> torch.Tensor:
-    """The loss of the logits, which are never there as a whole, from what the head reads."""
-    from liger_kernel.transformers.model.llama import lce_maybe_trainable_lm_head
-
-    logits_scaling = BASE_FAMILIES[model.config.base_model_type].logits_scaling
-    if logits_scaling is not None:
-        hidden_states = hidden_states / getattr(model.config, logits_scaling)
-    shift_labels = kwargs.pop("shift_labels", None)
-    return lce_maybe_trainable_lm_head(model, hidden_states, model.config.hidden_size, labels, shift_labels, **kwargs)
+        logger.warning(f"Liger has no kernels for `{base_model_type}`, so `use_liger_kernel` does nothing.")
+        return
+    chosen = {"rope": rope, "swiglu": swiglu, "geglu": geglu, "relu_squared": relu_squared}
+    can_fuse = not cross_entropy and model.get_output_embeddings() is not None
+    chosen["fused_linear_cross_entropy"] = fused_linear_cross_entropy if can_fuse else False
+    kwargs = {name: value for name, value in chosen.items() if value is not None}
+    kwargs |= {"cross_entropy": cross_entropy, "rms_norm": False}
+    known = inspect.signature(apply_to_base).parameters
+    # Of the base, whose class the model is of as well
+    apply_to_base(model=model, **{name: value for name, value in kwargs.items() if name in known})
+    if "forward" in vars(model):  # the base's with a fused loss
+        model.forward = MethodType(_with_depth_attentions(model.forward.__func__), model)

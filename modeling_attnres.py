@@ -1,119 +1,54 @@
-# Copyright 2026 The attnres authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0. trf-ignore: TRF028
 """AttnRes: attention over depth in place of the residual stream (Attention Residuals, arXiv 2603.15031).
 
-A decoder of L/2 layers has L sublayers and L + 1 sites where depth is read: the input of every sublayer, and the end.
-The way of a token: embed; for each layer read depth, attention, read depth, MLP; read depth once more; norm; head.
-What is read are sums of sublayer outputs, never a running stream: the closed blocks, and the partial sum of the open
-block.
+An AttnRes model is a model of its base (`config.base_model_type`), with the base's own modules, code and parameter
+names, and one small module more: the `depth_queries`. `AttnResForCausalLM(config)` makes an object of a class that is
+both, an `AttnResForCausalLM` and the base's `ForCausalLM`. Three places differ from the base:
 
-The sublayers, norms, rope, masks and KV caches are those of the base architecture named by `config.base_model_type`,
-under their own parameter names. AttnRes adds `depth_queries` at the root of the model, and nothing else.
+- in front of the first layer the embedding becomes a `DepthStream` (see `depth_stream.py`), which the layers add to
+  and read from as they do with a tensor (`enter_layer`);
+- a norm that is given the stream reads it and norms what it has read (`DepthReader`);
+- behind every layer stands a check that the stream has been handed on (`leave_layer`).
 """
 
 import contextvars
 import copy
 import functools
-import sys
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import make_dataclass
 
 import torch
 from torch import nn
 from transformers import conversion_mapping
 from transformers import initialization as init
-from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, GenerationMixin
-from transformers.masking_utils import create_masks_for_generate
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
     GenericForTokenClassification,
-    GradientCheckpointingLayer,
 )
-from transformers.modeling_outputs import MoeCausalLMOutputWithPast, MoeModelOutputWithPast
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-from transformers.processing_utils import Unpack
-from transformers.utils import TransformersKwargs, auto_docstring, can_return_tuple, logging
-from transformers.utils.generic import merge_with_config_defaults
-from transformers.utils.output_capturing import OutputRecorder, capture_outputs
+from transformers.utils import ModelOutput, logging
+from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .configuration_attnres import BASE_FAMILIES, AttnResConfig, base_config_class
-from .depth_attention import (
-    BlockCache,
-    add,
-    get_backend,
-    has_kernel,
-    mix_and_norm,
-    num_sources,
-    read_and_norm,
-    source_scores,
-)
+from .configuration_attnres import AttnResConfig, base_config_class, decoder_layers
+from .depth_attention import BlockCache, get_backend
+from .depth_stream import DepthRecorder, DepthStream, checkpoint_stream
 
 
 logger = logging.get_logger(__name__)
 
-
-@auto_docstring
-@dataclass
-class AttnResModelOutputWithPast(MoeModelOutputWithPast):
-    r"""
-    depth_attentions (`tuple(torch.Tensor)`, *optional*, returned when `output_depth_attentions=True` is passed):
-        One tensor `(batch_size, sequence_length, sources)` per site: the weights with which the input of a sublayer,
-        or at last of the final norm, mixes the embedding, the closed blocks and the partial sum, in this order.
-    """
-
-    depth_attentions: tuple[torch.FloatTensor, ...] | None = None
-
-
-@auto_docstring
-@dataclass
-class AttnResCausalLMOutputWithPast(MoeCausalLMOutputWithPast):
-    r"""
-    aux_loss (`torch.FloatTensor`, *optional*):
-        Load-balancing loss of a mixture-of-experts base.
-    depth_attentions (`tuple(torch.Tensor)`, *optional*, returned when `output_depth_attentions=True` is passed):
-        One tensor `(batch_size, sequence_length, sources)` per site, see `AttnResModelOutputWithPast`.
-    """
-
-    depth_attentions: tuple[torch.FloatTensor, ...] | None = None
-
-
-# Documented like the classes of transformers that they extend. trf-ignore: TRF057
-@dataclass
-class AttnResGenerateDecoderOnlyOutput(GenerateDecoderOnlyOutput):
-    """As in transformers, and `depth_attentions`, returned when `output_depth_attentions=True` is passed.
-
-    A tuple (one element for each generated token) of tuples (one for each site) of tensors of shape `(batch_size,
-    generated_length, sources)`; as of `attentions` the generated length is that of the prompt first, and then 1.
-    """
-
-    depth_attentions: tuple[tuple[torch.FloatTensor, ...], ...] | None = None
-
-
-# trf-ignore: TRF057
-@dataclass
-class AttnResGenerateBeamDecoderOnlyOutput(GenerateBeamDecoderOnlyOutput):
-    """See `AttnResGenerateDecoderOnlyOutput`; the first dimension is `batch_size * num_beams`."""
-
-    depth_attentions: tuple[tuple[torch.FloatTensor, ...], ...] | None = None
-
-
-# Of the generation that runs in this thread, if they are wanted
-_DEPTH_ATTENTIONS_OF_STEPS = contextvars.ContextVar("depth_attentions_of_steps", default=None)
+# What a checkpoint that carries its code (`register_for_auto_class`) tells the Auto classes
+REMOTE_CODE_AUTO_MAP = {
+    "AutoConfig": "configuration_attnres.AttnResConfig",
+    "AutoModel": "modeling_attnres.AttnResModel",
+    "AutoModelForCausalLM": "modeling_attnres.AttnResForCausalLM",
+    "AutoModelForQuestionAnswering": "modeling_attnres.AttnResForQuestionAnswering",
+    "AutoModelForSequenceClassification": "modeling_attnres.AttnResForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_attnres.AttnResForTokenClassification",
+}
 
 
 class AttnResDepthQueries(nn.Module):
@@ -168,319 +103,156 @@ class AttnResDepthQueries(nn.Module):
             )
 
 
-class AttnResDepthRead(nn.Module):
-    """One read over depth, where no block cache does it.
+class PassThrough(nn.Module):
+    """Stands where a pipeline stage has no layer."""
 
-    A module, without parameters, so that `output_depth_attentions` can hook its output.
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states
+
+
+class DepthReader:
+    """Makes a norm of the base read: given a stream, it norms what it has read. A mixin, see `of_both`."""
+
+    def forward(self, hidden_states, *args, **kwargs):
+        if isinstance(hidden_states, DepthStream):
+            return hidden_states.read(self)
+        return super().forward(hidden_states, *args, **kwargs)
+
+
+@functools.cache
+def of_both(ours: type, base: type) -> type:
+    """The class of the objects that are of a class of ours and of one of the base, under the name of the former.
+
+    A reader keeps the name and the module of the base's norm, by which engines know what it computes.
+    """
+    named_after = base if ours is DepthReader else ours
+    members = {"__module__": named_after.__module__, "__qualname__": f"{named_after.__name__}[{base.__name__}]"}
+    if ours is not DepthReader:
+        members |= ours.members_of_base(base)
+    members["__reduce_ex__"] = lambda self, protocol: (_new_of_both, (ours, base), self.__dict__)
+    return type(named_after.__name__, (ours, base), members)
+
+
+def _new_of_both(ours: type, base: type):
+    cls = of_both(ours, base)
+    return cls.__new__(cls)
+
+
+class _BaseConversions(list):
+    """The checkpoint conversion of the base, where transformers looks up that of "attnres".
+
+    All AttnRes models share a model type but not a base. transformers asks a model whether it is custom code, and then
+    copies what is registered for its model type, in the same thread: the question says which base is meant.
     """
 
-    def __init__(self, config: AttnResConfig, site: int):
-        super().__init__()
-        self.site = site
-        self.is_first_of_block = site % config.attn_res_block_size == 0
-        self.eps = config.attn_res_norm_eps
-
-    def forward(
-        self,
-        queries: torch.Tensor,
-        partial: torch.Tensor,
-        blocks: Sequence[torch.Tensor],
-        scores: Sequence[torch.Tensor],
-        norm: nn.Module | None = None,
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-        """
-        Args:
-            queries: the folded queries of all sites, `[sites, hidden]`.
-            partial: the pending partial sum, `[batch, seq, hidden]`.
-            blocks: the sum of every closed block, `[batch, seq, hidden]`.
-            scores: of every closed block for this site, `[batch, seq]`.
-            norm: of the sublayer that reads.
-
-        Returns:
-            The normed mix of closed blocks and partial sum, its weights, `[batch, seq, sources]`, and the scores of
-            the partial sum: for this site and all later ones where it closes, else for this one or `None`.
-        """
-        readers = queries[self.site :] if self.is_first_of_block else queries[self.site : self.site + 1]
-        readers = readers.to(partial.device)
-        if not self.is_first_of_block and has_kernel(norm, partial):
-            return *read_and_norm(readers[0], [*blocks, partial], scores, self.eps, norm), None
-        partial_scores = source_scores(readers, partial, self.eps)
-        weights = torch.softmax(torch.stack([*scores, partial_scores[..., 0]], dim=-1), dim=-1)
-        return mix_and_norm(weights, [*blocks, partial], norm), weights, partial_scores
-
-
-class AttnResLayerNorm(nn.Module):
-    """A LayerNorm without weight or bias, for bases whose own one has its epsilon written into the code."""
-
-    def __init__(self, hidden_size: int, eps: float):
-        super().__init__()
-        self.normalized_shape = (hidden_size,)
-        self.eps = eps
-
-    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
-        normalized = nn.functional.layer_norm(hidden_states.float(), self.normalized_shape, eps=self.eps)
-        return normalized.to(hidden_states.dtype)
-
-
-def norm_of_read(norm: nn.Module, config: AttnResConfig, site: int) -> nn.Module:
-    """The base's norm behind the read at `site`, its epsilon scaled if the config asks for it.
-
-    With zero queries a read is the residual stream over n sources; eps / n^2 makes the norm of it that of the stream.
-    """
-    # CODEPATH: checkpoints converted from a PreNorm one scale; those trained from scratch keep the base's epsilon
-    if not config.attn_res_scale_norm_eps:
-        return norm
-    scale = num_sources(site, config.attn_res_block_size) ** -2
-    fixed_eps = BASE_FAMILIES[config.base_model_type].fixed_norm_eps
-    if fixed_eps is not None:
-        return AttnResLayerNorm(config.hidden_size, eps=fixed_eps * scale)
-    name = "variance_epsilon" if hasattr(norm, "variance_epsilon") else "eps"
-    setattr(norm, name, getattr(norm, name) * scale)
-    return norm
-
-
-class AttnResDecoderLayer(GradientCheckpointingLayer):
-    """The sublayers of one layer of the base, each reading its input over depth."""
-
-    def __init__(self, config: AttnResConfig, layer_idx: int, base_layer: nn.Module):
-        super().__init__()
-        self.layer_idx = layer_idx
-        layer_types = getattr(config, "layer_types", None)
-        self.is_recurrent = layer_types is not None and layer_types[layer_idx] == "linear_attention"
-        family = BASE_FAMILIES[config.base_model_type]
-        self.attention_dropout_name, self.mlp_dropout_name = family.attention_dropout, family.mlp_dropout
-        self.residual_multiplier = getattr(config, family.residual_multiplier) if family.residual_multiplier else None
-
-        for name, module in base_layer.named_children():
-            self.add_module(name, module)
-        self.attention_name = "linear_attn" if hasattr(self, "linear_attn") else "self_attn"
-        self.input_layernorm = norm_of_read(self.input_layernorm, config, 2 * layer_idx)
-        self.post_attention_layernorm = norm_of_read(self.post_attention_layernorm, config, 2 * layer_idx + 1)
-        self.attention_read = AttnResDepthRead(config, 2 * layer_idx)
-        self.mlp_read = AttnResDepthRead(config, 2 * layer_idx + 1)
-
-    def forward(
-        self,
-        hidden_states: torch.Tensor,
-        queries: torch.Tensor,
-        *closed: torch.Tensor,
-        block_cache: BlockCache | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        use_cache: bool | None = False,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, ...]:
-        """
-        Args:
-            hidden_states: the pending partial sum (for the first layer: the embeddings), `[batch, seq, hidden]`.
-            queries: the folded queries of all sites, `[sites, hidden]`.
-            closed: for every closed block its sum, `[batch, seq, hidden]`, and behind it its scores for the two sites
-                of this layer, `[batch, seq]` each; nothing if a `block_cache` holds them.
-
-        Returns:
-            The new pending partial sum; then for every block that this layer has closed its sum, and its scores for
-            the site that closed it and all later ones, `[batch, seq, sites]`.
-        """
-        dtype = hidden_states.dtype
-        blocks, scores, mlp_scores = closed[::3], closed[1::3], closed[2::3]
-        hidden_states, partial, newly_closed = self.read(
-            self.attention_read, self.input_layernorm, hidden_states, None, queries, blocks, scores, block_cache
-        )
-        for block, scores in newly_closed:
-            blocks, mlp_scores = (*blocks, block), (*mlp_scores, scores[..., 1])
-        output = self.attend(
-            hidden_states,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            position_embeddings=position_embeddings,
-            **kwargs,
-        )
-        output = self.finish(output, self.attention_dropout_name, dtype)
-
-        hidden_states, partial, closed_at_mlp = self.read(
-            self.mlp_read, self.post_attention_layernorm, partial, output, queries, blocks, mlp_scores, block_cache
-        )
-        output = self.mlp(hidden_states)
-        output = self.finish(output[0] if isinstance(output, tuple) else output, self.mlp_dropout_name, dtype)
-
-        return add(partial, output), *(tensor for pair in (*newly_closed, *closed_at_mlp) for tensor in pair)
-
-    def read(
-        self,
-        depth_read: AttnResDepthRead,
-        norm: nn.Module,
-        partial: torch.Tensor | None,
-        output: torch.Tensor | None,
-        queries: torch.Tensor,
-        blocks: Sequence[torch.Tensor],
-        scores: Sequence[torch.Tensor],
-        block_cache: BlockCache | None,
-    ) -> tuple[torch.Tensor, torch.Tensor | None, list[tuple[torch.Tensor, torch.Tensor]]]:
-        """Add the output of the sublayer in front to the partial sum, if there is one, and read over depth.
-
-        The first site of a block closes the partial sum, so that there is none behind it.
-
-        Returns:
-            The normed mix, the partial sum or `None`, and what was closed: one block and its scores, or nothing.
-        """
-        if block_cache is not None:
-            return *block_cache.read(depth_read.site, partial, output, norm), []
-        if output is not None:
-            partial = add(partial, output)
-        hidden_states, _, partial_scores = depth_read(queries, partial, blocks, scores, norm=norm)
-        if depth_read.is_first_of_block:
-            return hidden_states, None, [(partial, partial_scores)]
-        return hidden_states, partial, []
-
-    def attend(self, hidden_states: torch.Tensor, past_key_values: Cache | None, **kwargs) -> torch.Tensor:
-        """The token mixer of the base's layer."""
-        attention = getattr(self, self.attention_name)
-        if self.is_recurrent:
-            mask = kwargs.pop("attention_mask")
-            for name in ("position_ids", "position_embeddings", "use_cache"):
-                kwargs.pop(name)
-            return attention(hidden_states=hidden_states, cache_params=past_key_values, attention_mask=mask, **kwargs)
-        if kwargs["position_embeddings"] is None:
-            kwargs.pop("position_embeddings")
-        return attention(hidden_states=hidden_states, past_key_values=past_key_values, **kwargs)[0]
-
-    def finish(self, output: torch.Tensor, dropout_name: str | None, dtype: torch.dtype) -> torch.Tensor:
-        """What the base does with the output of a sublayer before it is added."""
-        if dropout_name is not None:
-            output = getattr(self, dropout_name)(output)
-        if self.residual_multiplier is not None:
-            output = output * self.residual_multiplier
-        # Sums keep the dtype of the embeddings, as a residual stream does under autocast
-        return output if output.dtype == dtype else output.to(dtype)
-
-
-class _ActiveConversionMapping(list):
-    """The checkpoint conversion of the base whose model this thread has last built or is about to save.
-
-    transformers looks conversions up by model type, in one registry for the process, and copies what it finds. All
-    AttnRes models share a model type but not a base; the copy is where they part, per thread.
-    """
-
-    def __init__(self):
-        super().__init__()
-        self.active = threading.local()
+    asked = threading.local()
 
     def __deepcopy__(self, memo):
-        # as for a native model, that of the class comes before that of the model type
-        for name in getattr(self.active, "base_names", ()):
+        for name in getattr(self.asked, "base_names", ()):  # as of a native model, that of the class comes first
             mapping = conversion_mapping.get_checkpoint_conversion_mapping(name)
             if mapping is not None:
                 return mapping
         return None
 
 
-_CONVERSION_MAPPING = _ActiveConversionMapping()
-conversion_mapping.register_checkpoint_conversion_mapping("attnres", _CONVERSION_MAPPING, overwrite=True)
+conversion_mapping.register_checkpoint_conversion_mapping("attnres", _BaseConversions(), overwrite=True)
 
 
-@functools.lru_cache
-def base_model_classes(base_model_type: str) -> tuple[type[PreTrainedModel], type[PreTrainedModel]]:
-    """The base model class and the causal LM class of a supported architecture."""
-    config_class = base_config_class(base_model_type)
-    return MODEL_MAPPING[config_class], MODEL_FOR_CAUSAL_LM_MAPPING[config_class]
-
-
-# What a checkpoint that carries its code (`register_for_auto_class`) tells the Auto classes
-REMOTE_CODE_AUTO_MAP = {
-    "AutoConfig": "configuration_attnres.AttnResConfig",
-    "AutoModel": "modeling_attnres.AttnResModel",
-    "AutoModelForCausalLM": "modeling_attnres.AttnResForCausalLM",
-    "AutoModelForQuestionAnswering": "modeling_attnres.AttnResForQuestionAnswering",
-    "AutoModelForSequenceClassification": "modeling_attnres.AttnResForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_attnres.AttnResForTokenClassification",
-}
-
-# Of the base, set on every instance: what its modules can do and need. The first is a class method that looks for a
-# decorator in the source around it; the experts that would carry it are in the base's
-_BASE_FLAGS = (
-    "_can_set_experts_implementation",
-    "_supports_sdpa",
-    "_supports_flash_attn",
-    "_supports_flex_attn",
-    "_supports_attention_backend",
-    "_supports_context_parallel",
-    "_can_compile_fullgraph",
-    "_is_stateful",
-    "_compatible_flash_implementations",
-    "_keep_in_fp32_modules",
-    "_keys_to_ignore_on_load_unexpected",
-)
-
-
-# Abstract, so without a `post_init` of its own. trf-ignore: TRF013
-@auto_docstring
+# Documented by its base, as those below. trf-ignore: TRF057
 class AttnResPreTrainedModel(PreTrainedModel):
     config: AttnResConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
-    _no_split_modules = ["AttnResDecoderLayer", "AttnResDepthQueries"]
-    _skip_keys_device_placement = ["past_key_values"]
-    _keep_in_fp32_modules_strict = ["depth_queries"]
-    # What most bases can do, for those who ask the class; an instance knows its own base
+    # What most bases can do, for those who ask the class; an object is of a class that has it from its base
     _supports_flash_attn = True
     _supports_sdpa = True
     _supports_flex_attn = True
     _supports_attention_backend = True
     _can_compile_fullgraph = True
-    # Recorders are looked up by class name, so these are of every base met in this process; a hook goes only where a
-    # module of its class is
-    _can_record_outputs = {
-        "hidden_states": AttnResDecoderLayer,
-        "depth_attentions": OutputRecorder(AttnResDepthRead, index=1),
-        "attentions": [],
-        "router_logits": [],
-    }
 
-    def __init__(self, config: AttnResConfig):
-        base_class, _ = base_model_classes(config.base_model_type)
-        for name in _BASE_FLAGS:
-            setattr(self, name, getattr(base_class, name, None))
-        self._keep_in_fp32_modules_strict = [
-            *AttnResPreTrainedModel._keep_in_fp32_modules_strict,
-            *(base_class._keep_in_fp32_modules_strict or []),
-        ]
-        for name in ("attentions", "router_logits"):
-            recorders = AttnResPreTrainedModel._can_record_outputs[name]
-            recorder = (base_class._can_record_outputs or {}).get(name)
-            if recorder is not None and recorder not in recorders:
-                recorders.append(recorder)
-        self.use_base_conversion_mapping(config)
-        super().__init__(config)
+    def __new__(cls, config: AttnResConfig | None = None, *args, **kwargs):
+        if config is None or hasattr(cls, "base_class"):
+            return super().__new__(cls)
+        if not isinstance(getattr(config, "base_model_type", None), str):
+            raise TypeError(f"`{cls.__name__}` needs an `AttnResConfig`, not {config!r}.")
+        cls = of_both(cls, cls.class_of_base(config))
+        return cls.__new__(cls)
 
     @classmethod
-    def use_base_conversion_mapping(cls, config: AttnResConfig):
-        """Checkpoints keep the base's own format plus two tensors: name the base before one is read or written."""
-        _, causal_lm_class = base_model_classes(config.base_model_type)
-        _CONVERSION_MAPPING.active.base_names = (causal_lm_class.__name__, config.base_model_type)
+    def class_of_base(cls, config: AttnResConfig) -> type[PreTrainedModel]:
+        """The class of the base with its flags, plans, recorders and initialisation."""
+        classes = MODEL_MAPPING[base_config_class(config.base_model_type)].__mro__
+        return [base for base in classes if issubclass(base, PreTrainedModel) and base is not PreTrainedModel][-1]
+
+    @classmethod
+    def members_of_base(cls, base: type[PreTrainedModel]) -> dict:
+        """What a class of both has of its base, although it comes second in its line of ancestors."""
+        names = [name for name in vars(AttnResPreTrainedModel) if name in vars(PreTrainedModel) and name[:2] != "__"]
+        members = {name: getattr(base, name) for name in names if not callable(getattr(cls, name))}
+        members |= {
+            "base_class": base,
+            "config_class": AttnResConfig,
+            "_no_split_modules": [*(base._no_split_modules or []), "AttnResDepthQueries"],
+            "_keep_in_fp32_modules_strict": [*(base._keep_in_fp32_modules_strict or []), "depth_queries"],
+            # Found in the source of the module around a class, which has to be the base's
+            "_can_set_experts_implementation": base._can_set_experts_implementation,
+            "_can_set_attn_implementation": base._can_set_attn_implementation,
+        }
+        if "forward" in dir(base) and base.forward is not nn.Module.forward:
+            members["forward"] = _with_depth_attentions(base.forward)
+        return members
+
+    def post_init(self):
+        trunk = self.base_model
+        if not isinstance(trunk, AttnResModel):
+            trunk.__class__ = of_both(AttnResModel, type(trunk))
+            dict.setdefault(_CAN_RECORD_REGISTRY, str(type(trunk)), type(trunk)._can_record_outputs)
+        if not hasattr(trunk, "depth_queries"):
+            trunk.depth_queries = AttnResDepthQueries(self.config)
+            trunk.read_over_depth()
+        super().post_init()
+
+    @classmethod
+    def is_custom_code(cls) -> bool:
+        if hasattr(cls, "base_class"):
+            _BaseConversions.asked.base_names = (cls.base_class.__name__, cls.base_class.config_class.model_type)
+        return super().is_custom_code()
+
+    # The base's own. trf-ignore: TRF018
+    @torch.no_grad()
+    def _init_weights(self, module):
+        if isinstance(module, AttnResDepthQueries):
+            init.zeros_(module.query)
+            init.ones_(module.key_norm)
+        else:
+            super()._init_weights(module)
+
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=None, **kwargs):
+        if gradient_checkpointing_func is not None:
+            kwargs["gradient_checkpointing_func"] = functools.partial(checkpoint_stream, gradient_checkpointing_func)
+        super()._set_gradient_checkpointing(enable, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
         """As in transformers. A model from a folder that carries its code is saved with the code."""
-        self.use_base_conversion_mapping(self.config)
         # A merged adapter leaves what its own file says of its blocks; the config of a model says that
         self._keys_to_ignore_on_save |= {
             name for name, _ in self.named_buffers() if name.endswith("depth_queries.trained_block_size")
         }
-        model_class = type(self)
-        if not model_class.is_remote_code() and not getattr(self.config, "auto_map", None):
+        if not self.is_remote_code() and not getattr(self.config, "auto_map", None):
             return super().save_pretrained(*args, **kwargs)
         auto_classes = {reference.split(".")[-1]: name for name, reference in REMOTE_CODE_AUTO_MAP.items()}
-        auto_class = model_class._auto_class
         # transformers would list the class that is saved and no other
         self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
-        model_class._auto_class = auto_classes.get(model_class.__name__, auto_class)
+        model_class = type(self)
+        own = vars(model_class).get("_auto_class")
+        model_class._auto_class = auto_classes.get(model_class.__name__, self._auto_class)
         try:
             return super().save_pretrained(*args, **kwargs)
         finally:
-            model_class._auto_class = auto_class
+            if own is None:  # so that it has again what the public class has
+                del model_class._auto_class
+            else:
+                model_class._auto_class = own
 
     def push_to_hub(self, repo_id: str, **kwargs) -> str:
         """As in transformers. The code goes along, so that the model loads where `attnres` is not installed."""
@@ -501,7 +273,6 @@ class AttnResPreTrainedModel(PreTrainedModel):
             self.config.auto_map = auto_map or {}
 
     def load_adapter(self, *args, **kwargs):
-        self.use_base_conversion_mapping(self.config)
         before = set(getattr(self, "peft_config", {}))
         loading_info = super().load_adapter(*args, **kwargs)
         try:  # here, as transformers sets tensors by itself
@@ -513,89 +284,188 @@ class AttnResPreTrainedModel(PreTrainedModel):
             raise
         return loading_info
 
-    # The base's method calls that of `PreTrainedModel`. trf-ignore: TRF018
-    @torch.no_grad()
-    def _init_weights(self, module):
-        if isinstance(module, AttnResDepthQueries):
-            init.zeros_(module.query)
-            init.ones_(module.key_norm)
-            return
-        # The base's own initialisation is a method that needs no more than a config
-        base_class, _ = base_model_classes(self.config.base_model_type)
-        base_model = base_class.__new__(base_class)
-        base_model.__dict__["config"] = self.config
-        base_model._init_weights(module)
+
+def _with_depth_attentions(base_forward: Callable) -> Callable:
+    """The forward of a base, which also takes `output_depth_attentions` and a `depth_recorder`.
+
+    The recorder travels with the other keywords down to the first layer; see `AttnResModel.enter_layer`.
+    """
+
+    @functools.wraps(base_forward)  # Trainer and `generate` look at the names of the arguments
+    def forward(self, *args, output_depth_attentions: bool | None = None, depth_recorder=None, **kwargs):
+        if output_depth_attentions is None:
+            output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
+        if output_depth_attentions and depth_recorder is None:
+            depth_recorder = DepthRecorder(outputs=None)
+        if depth_recorder is not None:
+            kwargs["depth_recorder"] = depth_recorder
+        if isinstance(kwargs.get("inputs_embeds"), DepthStream):  # which the base might scale as it does embeddings
+            kwargs["depth_stream"] = kwargs["inputs_embeds"]
+            kwargs["inputs_embeds"] = kwargs["depth_stream"].newest
+        if not output_depth_attentions:
+            outputs = base_forward(self, *args, **kwargs)
+            _check_recorded(self, depth_recorder)
+            return _with_tensors(outputs)
+        return_dict = kwargs.pop("return_dict", None)
+        return_dict = self.config.return_dict if return_dict is None else return_dict
+        # Nobody within is to ask for them again
+        outputs = base_forward(self, *args, return_dict=True, output_depth_attentions=False, **kwargs)
+        _check_recorded(self, depth_recorder)
+        weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
+        outputs = _output_class(type(outputs))(**_with_tensors(outputs), depth_attentions=weights)
+        return outputs if return_dict else outputs.to_tuple()
+
+    return forward
 
 
-@auto_docstring
+def _check_recorded(model: PreTrainedModel, recorder: DepthRecorder | None):
+    if recorder is not None and not recorder.weights:
+        raise ValueError(
+            f"Depth attentions cannot be had of a model on base `{model.config.base_model_type}`, which does not pass"
+            " keywords on to its layers."
+        )
+
+
+def _with_tensors(outputs):
+    """The outputs of a model, in which hidden states of the layers are streams: of each what the next layer reads."""
+    if isinstance(outputs, ModelOutput):
+        if outputs.get("hidden_states") is not None:
+            outputs["hidden_states"] = tuple(_read(state) for state in outputs["hidden_states"])
+    elif isinstance(outputs, tuple):
+        return tuple(tuple(map(_read, part)) if isinstance(part, tuple) else part for part in outputs)
+    return outputs
+
+
+def _read(value):
+    return value.read() if isinstance(value, DepthStream) else value
+
+
+@functools.cache
+def _output_class(base: type[ModelOutput]) -> type[ModelOutput]:
+    """A class of outputs with `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site."""
+    fields = [("depth_attentions", tuple[torch.FloatTensor, ...] | None, None)]
+    return make_dataclass(f"AttnRes{base.__name__}", fields, bases=(base,))
+
+
+# trf-ignore: TRF057
 class AttnResModel(AttnResPreTrainedModel):
-    def __init__(self, config: AttnResConfig):
-        super().__init__(config)
-        base_class, _ = base_model_classes(config.base_model_type)
-        family = BASE_FAMILIES[config.base_model_type]
-        # The base consumes this attribute of the config, which is ours to consume
-        gradient_checkpointing = getattr(config, "gradient_checkpointing", None)
-        base_model = base_class(config)
-        if gradient_checkpointing is not None:
-            config.gradient_checkpointing = gradient_checkpointing
+    """The decoder of the base, with depth queries."""
 
-        self.embed_tokens = base_model.embed_tokens
-        self.layers = nn.ModuleList(
-            [AttnResDecoderLayer(config, i, base_layer) for i, base_layer in enumerate(base_model.layers)]
-        )
-        self.norm = norm_of_read(base_model.norm, config, config.num_sites - 1)
-        self.rotary_emb = getattr(base_model, "rotary_emb", None)
-        self.depth_queries = AttnResDepthQueries(config)
-        self.final_depth_read = AttnResDepthRead(config, config.num_sites - 1)
-        self.embedding_multiplier = (
-            getattr(config, family.embedding_multiplier) if family.embedding_multiplier else None
-        )
-        self.embedding_dropout = getattr(config, family.embedding_dropout) if family.embedding_dropout else None
-        self.gradient_checkpointing = False
+    # trf-ignore: TRF057
+    def forward(self, input_ids: torch.LongTensor | None = None, **kwargs) -> ModelOutput:
+        """The base's forward, with its arguments and outputs, and with two arguments more.
 
-        self.post_init()
+        Args:
+            output_depth_attentions (`bool`, *optional*):
+                Whether to return `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site: the
+                weights with which a read mixes the embedding, the closed blocks and the partial sum, in this order.
+            depth_recorder (`DepthRecorder`, *optional*):
+                Sees every read and write of this call, and may leave out sources.
+        """
+        raise NotImplementedError("`_with_depth_attentions` puts the base's forward in its place.")
 
-    @merge_with_config_defaults
-    @capture_outputs
-    @auto_docstring
-    def forward(
+    @classmethod
+    def class_of_base(cls, config: AttnResConfig) -> type[PreTrainedModel]:
+        return MODEL_MAPPING[base_config_class(config.base_model_type)]
+
+    def read_over_depth(self):
+        """Prepare the modules of the base: from now on the layers have to be given a stream, and hand one on."""
+        exit_site, layers = 0, decoder_layers(self)
+        for layer, num_sublayers in zip(layers, self.config.sublayers_per_layer()):
+            layer.depth_sites = exit_site, (exit_site := exit_site + num_sublayers)
+            if hasattr(layer, "_gradient_checkpointing_func"):  # the base has read this in the config
+                layer._gradient_checkpointing_func = functools.partial(
+                    checkpoint_stream, layer._gradient_checkpointing_func
+                )
+            # Methods, which a copy of the model binds to the copy
+            layer.register_forward_pre_hook(self.enter_layer, with_kwargs=True)
+            layer.register_forward_hook(self.leave_layer)
+        for module in [*(child for layer in layers for child in layer.children()), *self.children()]:
+            if "Norm" in type(module).__name__:
+                module.__class__ = of_both(DepthReader, type(module))
+
+    def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """Give the first layer a stream that starts with the embedding; the others have been given one."""
+        recorder, handed_on = kwargs.pop("depth_recorder", None), kwargs.pop("depth_stream", None)
+        stream, entry_site = args[0] if args else kwargs["hidden_states"], layer.depth_sites[0]
+        if isinstance(stream, torch.Tensor):
+            if handed_on is not None:
+                stream = handed_on
+            elif entry_site == 0:
+                stream = self.start_stream((stream,), recorder=recorder, kv_cache=kwargs.get("past_key_values"))
+        if not isinstance(stream, DepthStream) or stream.site != entry_site:
+            raise ValueError(
+                f"A {type(layer).__name__} of base `{self.config.base_model_type}` has to be given the residual stream"
+                f" at site {entry_site}, and was given {_describe(stream)}: layers cannot be left out, repeated, or"
+                " run by themselves on a tensor."
+            )
+        if entry_site and stream.cache is None and not (stream.scores and stream.scored_until is None):
+            # Fields have come along, and nothing else: only for this layer, as for the next the same will hold
+            stream.scores, stream.scored_until = (), layer.depth_sites[1]
+        return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
+
+    def leave_layer(self, layer: nn.Module, args: tuple, output):
+        """Raise a `ValueError` if the layer has lost the stream, or has not written to it as often as it should."""
+        stream, exit_site = output[0] if isinstance(output, tuple) else output, layer.depth_sites[1]
+        if not isinstance(stream, DepthStream) or stream.site != exit_site:
+            raise ValueError(
+                f"A {type(layer).__name__} of base `{self.config.base_model_type}` should have handed on the residual"
+                f" stream at site {exit_site}, and handed on {_describe(stream)}: it does more to the stream than"
+                " to add outputs and to read."
+            )
+
+    def start_stream(
         self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        use_cache: bool | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> AttnResModelOutputWithPast:
-        if (input_ids is None) ^ (inputs_embeds is not None):
-            raise ValueError("You must specify exactly one of input_ids or inputs_embeds")
-        if inputs_embeds is None:
-            inputs_embeds = self.embed_tokens(input_ids)
-        if use_cache and past_key_values is None:
-            past_key_values = DynamicCache(config=self.config)
+        blocks: Sequence[torch.Tensor],
+        partial: torch.Tensor | None = None,
+        site: int = 0,
+        recorder: DepthRecorder | None = None,
+        kv_cache=None,
+    ) -> DepthStream:
+        """A stream that goes on from some site. A pipeline stage is called with it as `inputs_embeds`.
 
-        hidden_states = inputs_embeds
-        if self.embedding_multiplier is not None:
-            hidden_states = hidden_states * self.embedding_multiplier
-        if self.embedding_dropout is not None:
-            hidden_states = nn.functional.dropout(hidden_states, p=self.embedding_dropout, training=self.training)
-
-        queries = self.fold_queries()
-        partial, blocks = self.run_layers(
-            0,
-            self.config.num_hidden_layers,
-            hidden_states,
-            (),
-            queries=queries,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            use_cache=use_cache,
-            **kwargs,
+        Args:
+            blocks: the embedding and the closed blocks, each `[batch, seq, hidden]`.
+            partial: the sum of the outputs in the open block, `[batch, seq, hidden]`, if there is one.
+            site: the number of outputs that blocks and partial sum are made of.
+            recorder: of this forward pass.
+            kv_cache: whose generation shares its buffers from step to step.
+        """
+        config = self.config
+        if self.depth_queries.block_size != config.attn_res_block_size:
+            raise ValueError(
+                f"`attn_res_block_size={config.attn_res_block_size}` was set in the config of a model that was made"
+                f" with {self.depth_queries.block_size}. Make a new model of the config, with the weights of this one."
+            )
+        stream = DepthStream(
+            self.fold_queries().to(blocks[0].device),
+            tuple(blocks),
+            partial,
+            site,
+            block_size=config.attn_res_block_size,
+            eps=config.attn_res_norm_eps,
+            sums=config.attn_res_scale_norm_eps,
+            recorder=recorder,
         )
-        hidden_states = self.norm(self.final_read(partial, blocks, queries=queries))
-        return AttnResModelOutputWithPast(last_hidden_state=hidden_states, past_key_values=past_key_values)
+        if torch.is_grad_enabled() or recorder is not None or get_backend() == "reference":
+            return stream
+        # A compiled graph plans its own memory
+        reuse = kv_cache is not None and not torch.compiler.is_compiling()
+        return stream.keep_in(BlockCache.beside(kv_cache) if reuse else BlockCache())
+
+    def keep_layers(self, start: int, end: int):
+        """Leave the layers `start` to `end - 1`, and the final norm behind the last one: a pipeline stage.
+
+        What such a model returns as `last_hidden_state` in front of the last stage is a `DepthStream`.
+        """
+        layers = decoder_layers(self)
+        for i in range(len(layers)):
+            if not start <= i < end:
+                layers[i] = PassThrough()
+        if end < len(layers):
+            for name, module in self.named_children():
+                if isinstance(module, DepthReader):
+                    setattr(self, name, PassThrough())
 
     def fold_queries(self) -> torch.Tensor:
         """The folded queries of all sites, `[sites, hidden]`."""
@@ -616,215 +486,29 @@ class AttnResModel(AttnResPreTrainedModel):
             return self.depth_queries.original_module()
         return self.depth_queries()
 
-    def run_layers(
-        self,
-        start: int,
-        end: int,
-        partial: torch.Tensor,
-        blocks: tuple[torch.Tensor, ...] | BlockCache,
-        queries: torch.Tensor | None = None,
-        attention_mask: torch.Tensor | dict | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        position_embeddings: tuple[torch.Tensor, torch.Tensor] | None = None,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...] | BlockCache]:
-        """Run the layers `start` to `end - 1`: all that a pipeline stage does between its first and last layer.
 
-        Args:
-            partial: the pending partial sum in front of layer `start` (0: the embeddings), `[batch, seq, hidden]`.
-            blocks: the blocks closed in front of layer `start`, in the order of depth, each of the same shape.
-            queries, position_embeddings: results of `fold_queries()` and `rotary_emb`, if they are at hand.
-            attention_mask: as for `forward`, or what has been made of it: 4-D, or by layer type.
-
-        Returns:
-            The same two for layer `end`. Without gradients the blocks are a `BlockCache`, a sequence of such tensors.
-        """
-        if position_ids is None:
-            past_seen_tokens = past_key_values.get_seq_length() if past_key_values is not None else 0
-            position_ids = torch.arange(partial.shape[1], device=partial.device) + past_seen_tokens
-            position_ids = position_ids.unsqueeze(0)
-        if not isinstance(attention_mask, dict):
-            attention_mask = create_masks_for_generate(
-                config=self.config,
-                inputs_embeds=partial,
-                attention_mask=attention_mask,
-                past_key_values=past_key_values,
-                position_ids=position_ids,
-            )
-        if position_embeddings is None and self.rotary_emb is not None:
-            position_embeddings = self.rotary_emb(partial, position_ids)
-        queries = self.fold_queries() if queries is None else queries
-        block_cache = self.open_block_cache(start, queries, partial, blocks, past_key_values, **kwargs)
-        # Without a block cache: every closed block, and its scores for the sites from some one to the last, a tensor
-        # for each (slices, taken where they are read, would have gradients as large as what they are cut from)
-        closed = []
-        if block_cache is None:
-            eps, device = self.config.attn_res_norm_eps, partial.device
-            for block in blocks:
-                closed.append((block, source_scores(queries[2 * start :].to(device), block, eps).unbind(-1)))
-
-        masks = [attention_mask] * (end - start)
-        if isinstance(attention_mask, dict):
-            masks = [attention_mask[layer_type] for layer_type in self.config.layer_types[start:end]]
-
-        for layer, mask in zip(self.layers[start:end], masks):
-            site, device = 2 * layer.layer_idx - self.config.num_sites, partial.device  # counted from the last
-            partial, *newly_closed = layer(
-                partial,
-                queries,
-                *(tensor for block, scores in closed for tensor in (block, scores[site], scores[site + 1])),
-                block_cache=block_cache,
-                attention_mask=mask,
-                position_ids=position_ids,
-                past_key_values=past_key_values,
-                position_embeddings=position_embeddings,
-                **kwargs,
-            )
-            if partial.device != device:
-                # With layers on several devices the blocks go along, so that not every layer fetches them again
-                device = partial.device
-                closed = [(block.to(device), [score.to(device) for score in scores]) for block, scores in closed]
-            closed += [(block, scores.unbind(-1)) for block, scores in zip(newly_closed[::2], newly_closed[1::2])]
-        return partial, tuple(block for block, _ in closed) if block_cache is None else block_cache
-
-    def open_block_cache(
-        self,
-        start: int,
-        queries: torch.Tensor,
-        partial: torch.Tensor,
-        blocks: tuple[torch.Tensor, ...] | BlockCache,
-        past_key_values: Cache | None,
-        output_depth_attentions: bool | None = None,
-        **kwargs,
-    ) -> BlockCache | None:
-        """The block cache for two-phase reads from layer `start` on; none for gradients, weights, or the reference."""
-        if output_depth_attentions is None:
-            output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
-        if torch.is_grad_enabled() or output_depth_attentions or get_backend() == "reference":
-            return None
-        if isinstance(blocks, BlockCache):
-            blocks.rewind(2 * start)
-            return blocks
-        # The steps of a generation share their buffers; a compiled graph plans its own memory
-        reuse = past_key_values is not None and not torch.compiler.is_compiling()
-        block_cache = BlockCache.beside(past_key_values) if reuse else BlockCache()
-        block_cache.start(queries, partial, self.config.attn_res_block_size, self.config.attn_res_norm_eps)
-        for block in blocks:
-            block_cache.append(block)
-        return block_cache
-
-    def final_read(
-        self,
-        partial: torch.Tensor,
-        blocks: tuple[torch.Tensor, ...] | BlockCache,
-        queries: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The read behind the last layer, `[batch, seq, hidden]`; arguments as returned by `run_layers`."""
-        queries = self.fold_queries() if queries is None else queries
-        if isinstance(blocks, BlockCache) and not torch.is_grad_enabled():
-            return blocks.read(self.final_depth_read.site, partial)[0]
-        query, eps = queries[-1:].to(partial.device), self.config.attn_res_norm_eps
-        scores = [source_scores(query, block, eps)[..., 0] for block in blocks]
-        return self.final_depth_read(queries, partial, list(blocks), scores)[0]
+def _describe(stream) -> str:
+    return f"it at site {stream.site}" if isinstance(stream, DepthStream) else f"a {type(stream).__name__}"
 
 
-@auto_docstring
+# Of the generation that runs in this thread, if they are wanted
+_DEPTH_ATTENTIONS_OF_STEPS = contextvars.ContextVar("depth_attentions_of_steps", default=None)
+
+
+# trf-ignore: TRF057
 class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
-    _tied_weights_keys = {"lm_head.weight": "model.embed_tokens.weight"}
-    _tp_plan = {"lm_head": "colwise_gather_output"}
-    _fsdp_plan = {"lm_head": "keep_full_weight"}
-    # Takes the place of logits and loss in training: Liger's fused linear cross-entropy, see `liger.py`
-    fused_loss_function: Callable | None = None
+    """The base's causal language model, with reads over depth.
 
-    def __init__(self, config: AttnResConfig):
-        super().__init__(config)
-        _, causal_lm_class = base_model_classes(config.base_model_type)
-        self._tied_weights_keys = causal_lm_class._tied_weights_keys
-        self.model = AttnResModel(config)
-        self.vocab_size = config.vocab_size
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+    `generate(output_depth_attentions=True, return_dict_in_generate=True)` returns `depth_attentions` as it returns
+    `attentions`: one element for each generated token, of one tensor `(batch_size, generated_length, sources)` for
+    each site.
+    """
 
-        self.post_init()
+    forward = AttnResModel.forward
 
-    @can_return_tuple
-    @auto_docstring
-    def forward(
-        self,
-        input_ids: torch.LongTensor | None = None,
-        attention_mask: torch.Tensor | None = None,
-        position_ids: torch.LongTensor | None = None,
-        past_key_values: Cache | None = None,
-        inputs_embeds: torch.Tensor | None = None,
-        labels: torch.LongTensor | None = None,
-        use_cache: bool | None = None,
-        output_router_logits: bool | None = None,
-        logits_to_keep: int | torch.Tensor = 0,
-        **kwargs: Unpack[TransformersKwargs],
-    ) -> AttnResCausalLMOutputWithPast:
-        r"""
-        Example:
-
-        ```python
-        >>> import attnres
-        >>> from transformers import AutoModelForCausalLM, AutoTokenizer
-
-        >>> model = AutoModelForCausalLM.from_pretrained("path/to/attnres-model")
-        >>> tokenizer = AutoTokenizer.from_pretrained("path/to/attnres-model")
-
-        >>> inputs = tokenizer("def fibonacci(", return_tensors="pt")
-        >>> generate_ids = model.generate(**inputs, max_new_tokens=30)
-        >>> tokenizer.batch_decode(generate_ids)[0]
-        ```"""
-        skip_logits = kwargs.pop("skip_logits", self.training)  # a Trainer with Liger asks for it in evaluation
-        if output_router_logits is None:
-            output_router_logits = getattr(self.config, "output_router_logits", False)
-        outputs: AttnResModelOutputWithPast = self.model(
-            input_ids=input_ids,
-            attention_mask=attention_mask,
-            position_ids=position_ids,
-            past_key_values=past_key_values,
-            inputs_embeds=inputs_embeds,
-            use_cache=use_cache,
-            output_router_logits=output_router_logits,
-            **kwargs,
-        )
-        hidden_states = slice_logits_to_keep(outputs.last_hidden_state, logits_to_keep)
-        logits, loss = None, None
-        if self.fused_loss_function is not None and skip_logits and labels is not None:
-            loss = self.fused_loss_function(self, hidden_states, labels, **kwargs)
-        else:
-            logits = self.lm_head(hidden_states)
-            logits_scaling = BASE_FAMILIES[self.config.base_model_type].logits_scaling
-            if logits_scaling is not None:
-                logits = logits / getattr(self.config, logits_scaling)
-            if labels is not None:
-                loss = self.loss_function(logits=logits, labels=labels, vocab_size=self.config.vocab_size, **kwargs)
-        aux_loss = self.load_balancing_loss(outputs.router_logits, attention_mask) if output_router_logits else None
-        if loss is not None and aux_loss is not None:
-            loss = loss + self.config.router_aux_loss_coef * aux_loss.to(loss.device)
-
-        return AttnResCausalLMOutputWithPast(
-            loss=loss,
-            aux_loss=aux_loss,
-            logits=logits,
-            past_key_values=outputs.past_key_values,
-            hidden_states=outputs.hidden_states,
-            attentions=outputs.attentions,
-            router_logits=outputs.router_logits,
-            depth_attentions=outputs.depth_attentions,
-        )
-
-    def load_balancing_loss(
-        self, router_logits: tuple[torch.Tensor, ...] | None, attention_mask: torch.Tensor | None
-    ) -> torch.Tensor | None:
-        """The auxiliary loss of the base's own causal LM; `None` if it has none or nothing was routed."""
-        _, causal_lm_class = base_model_classes(self.config.base_model_type)
-        loss_func = getattr(sys.modules[causal_lm_class.__module__], "load_balancing_loss_func", None)
-        if loss_func is None or not router_logits:
-            return None
-        num_experts = getattr(self.config, "num_experts", None) or self.config.num_local_experts
-        return loss_func(router_logits, num_experts, self.config.num_experts_per_tok, attention_mask)
+    @classmethod
+    def class_of_base(cls, config: AttnResConfig) -> type[PreTrainedModel]:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(config.base_model_type)]
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs):
@@ -838,11 +522,9 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
             steps = _DEPTH_ATTENTIONS_OF_STEPS.get()
         finally:
             _DEPTH_ATTENTIONS_OF_STEPS.reset(token)
-        if not wanted or isinstance(outputs, torch.Tensor):
+        if not isinstance(outputs, (GenerateDecoderOnlyOutput, GenerateBeamDecoderOnlyOutput)) or not wanted:
             return outputs
-        beams = isinstance(outputs, GenerateBeamDecoderOnlyOutput)
-        output_class = AttnResGenerateBeamDecoderOnlyOutput if beams else AttnResGenerateDecoderOnlyOutput
-        return output_class(**outputs, depth_attentions=tuple(steps))
+        return _output_class(type(outputs))(**outputs, depth_attentions=tuple(steps))
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, inputs, *args, **kwargs):
@@ -893,43 +575,20 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
             steps.append(outputs.depth_attentions)
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
-    def prepare_inputs_for_generation(self, input_ids, past_key_values=None, inputs_embeds=None, **kwargs):
-        switch_length = getattr(self.config, "original_max_position_embeddings", None)
-        # CODEPATH: Phi3 with longrope switches to other frequencies behind this length, so what was cached is void
-        if self.config.base_model_type == "phi3" and past_key_values and input_ids.shape[1] > switch_length:
-            if past_key_values.get_seq_length() <= switch_length:
-                past_key_values = None
-                kwargs["next_sequence_length"] = None
-        model_inputs = super().prepare_inputs_for_generation(
-            input_ids, past_key_values=past_key_values, inputs_embeds=inputs_embeds, **kwargs
-        )
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the names of the arguments
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        model_inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         if _DEPTH_ATTENTIONS_OF_STEPS.get() is not None:
             model_inputs["output_depth_attentions"] = True
         return model_inputs
 
 
-def slice_logits_to_keep(hidden_states: torch.Tensor, logits_to_keep: int | torch.Tensor) -> torch.Tensor:
-    """The positions whose logits are wanted, as in transformers since 5.20.
-
-    Args:
-        logits_to_keep: an int, the last so many (0: all); 1-D, these positions of every sample; 2-D integer, positions
-            per sample; 2-D boolean, a mask whose selection comes out flat.
-    """
-    if isinstance(logits_to_keep, int):
-        return hidden_states[:, slice(-logits_to_keep, None), :]
-    if logits_to_keep.ndim < 2:
-        return hidden_states[:, logits_to_keep, :]
-    if logits_to_keep.dtype == torch.bool:
-        return hidden_states[logits_to_keep]
-    return torch.take_along_dim(hidden_states, logits_to_keep[..., None], dim=1)
-
-
+# The generic heads make their model through `AutoModel`, which knows nothing of code from a Hub repository
 class AttnResForSequenceClassification(GenericForSequenceClassification, AttnResPreTrainedModel):
-    # The generic heads make their model through `AutoModel`, which knows nothing of code from a Hub repository
     def __init__(self, config: AttnResConfig):
         AttnResPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = AttnResModel(config)
+        setattr(self, self.base_model_prefix, AttnResModel(config))
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
 
         self.post_init()
@@ -939,7 +598,7 @@ class AttnResForTokenClassification(GenericForTokenClassification, AttnResPreTra
     def __init__(self, config: AttnResConfig):
         AttnResPreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
-        self.model = AttnResModel(config)
+        setattr(self, self.base_model_prefix, AttnResModel(config))
         dropout = getattr(config, "classifier_dropout", None)
         if dropout is None:
             dropout = getattr(config, "hidden_dropout", None)
@@ -952,10 +611,17 @@ class AttnResForTokenClassification(GenericForTokenClassification, AttnResPreTra
 class AttnResForQuestionAnswering(GenericForQuestionAnswering, AttnResPreTrainedModel):
     def __init__(self, config: AttnResConfig):
         AttnResPreTrainedModel.__init__(self, config)
-        self.model = AttnResModel(config)
+        setattr(self, self.base_model_prefix, AttnResModel(config))
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
 
         self.post_init()
+
+    # The generic ones know only one name of the embedding
+    def get_input_embeddings(self):
+        return self.base_model.get_input_embeddings()
+
+    def set_input_embeddings(self, value):
+        self.base_model.set_input_embeddings(value)
 
 
 __all__ = [

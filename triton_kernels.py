@@ -1,16 +1,4 @@
-# Copyright 2026 The attnres authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The reads over depth as Triton kernels, see `attnres.set_backend`.
 
 Every kernel reads its sources once, in whatever dtype they have, and computes in fp32. The sources of a training step
@@ -26,7 +14,7 @@ import triton.language as tl
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from .depth_attention import rms_norm_parameters
+from .depth_attention import norm_of, rms_norm_parameters
 
 
 # Where a sum goes over tokens: some for each multiprocessor of a large GPU, and as many on every other, so that all
@@ -463,68 +451,58 @@ def read_closed(
 
 
 @triton.jit
-def update_and_merge_kernel(
-    query, partial, output, mix, negative_lse, norm_weight, updated, merged,
-    mix_stride, lse_stride, shift, norm_eps, hidden_size,
-    HAS_OUTPUT: tl.constexpr, HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
+def merge_kernel(
+    query, partial, mix, negative_lse, norm_weight, merged,
+    mix_stride, lse_stride, shift, factor, norm_eps, hidden_size,
+    HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden_size
     place = token * hidden_size + columns
-    dtype = merged.dtype.element_ty
     value = tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
-    if HAS_OUTPUT:
-        # rounded as the sum that later sites read
-        value += tl.load(output + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(updated + place, value.to(dtype), mask=inside)
-        value = value.to(dtype).to(tl.float32)
     length = tl.sqrt(tl.sum(value * value) + tl.load(shift) * tl.load(shift))
     score = tl.sum(value * tl.load(query + columns, mask=inside, other=0.0)) / length
     alpha = tl.sigmoid(score + tl.load(negative_lse + token * lse_stride))
     closed = tl.load(mix + token * mix_stride + columns, mask=inside, other=0.0)
-    total = (closed + alpha * (value - closed)).to(dtype)
+    total = ((closed + alpha * (value - closed)) * factor).to(merged.dtype.element_ty)
     if HAS_NORM:
         norm = tl.load(norm_weight + columns, mask=inside, other=0.0)
         total = rms_norm(total.to(tl.float32), norm, norm_eps, hidden_size, merged)
     tl.store(merged + place, total, mask=inside)
 
 
-def update_and_merge(
+def merge(
     query: torch.Tensor,
-    partial: torch.Tensor | None,
-    output: torch.Tensor | None,
+    partial: torch.Tensor,
     mix: torch.Tensor,
     negative_lse: torch.Tensor,
     shift: torch.Tensor,
     norm: nn.Module | None,
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Phase 2 in one pass: the partial sum's update, its score, the merge, and the norm behind it.
+    factor: int = 1,
+) -> torch.Tensor:
+    """Phase 2 in one pass: the score of the partial sum, the merge, and the norm behind it.
 
     Args:
-        query, mix, negative_lse, shift: as of `depth_attention.merge_partial`.
-        partial, output, norm: as of `depth_attention.BlockCache.read`.
+        query, partial, mix, negative_lse, shift: as of `depth_attention.merge_partial`.
+        norm, factor: as of `depth_attention.BlockCache.read`.
 
     Returns:
-        The normed mix and the partial sum, each of the shape of `output`.
+        The normed mix, of the shape of `partial`.
     """
-    if partial is None:
-        partial, output = output, None
     partial = partial.contiguous()
-    output = output if output is None else output.contiguous()
     merged, hidden_size = torch.empty_like(partial), partial.shape[-1]
-    updated = partial if output is None else torch.empty_like(partial)
     mix, negative_lse = mix.flatten(0, -2), negative_lse.flatten()
     norm_parameters = rms_norm_parameters(norm, partial.dtype)
     weight, eps = norm_parameters or (query, 0.0)
     if merged.numel():
         launch(
-            update_and_merge_kernel, (len(mix),),
-            query, partial, partial if output is None else output, mix, negative_lse, weight, updated, merged,
-            mix.stride(0), negative_lse.stride(0), shift, eps, hidden_size,
-            HAS_OUTPUT=output is not None, HAS_NORM=norm_parameters is not None, **launch_shape(hidden_size),
+            merge_kernel, (len(mix),),
+            query, partial, mix, negative_lse, weight, merged,
+            mix.stride(0), negative_lse.stride(0), shift, float(factor), eps, hidden_size,
+            HAS_NORM=norm_parameters is not None, **launch_shape(hidden_size),
         )  # fmt: skip
-    return merged if norm is None or norm_parameters else norm(merged), updated
+    return merged if norm is None or norm_parameters else norm_of(norm, merged)
 
 
 @torch.inference_mode(False)
@@ -540,7 +518,7 @@ def try_on(device: torch.device, dtype: torch.dtype):
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
     # 2 tokens, 3 closed sources, 2 sites, and a hidden size that is no power of 2
-    closed, partial, output, grad, norm_weight = random(2, 3, 96), *(random(2, 96) for _ in range(3)), random(96)
+    closed, partial, grad, norm_weight = random(2, 3, 96), *(random(2, 96) for _ in range(2)), random(96)
     scores, query = random(2, 3, 2, dtype=torch.float32).mT, random(96, dtype=torch.float32) / 10
     grad_scores, grad_weights = random(2, 1, dtype=torch.float32), random(2, 4, dtype=torch.float32)
     sources, weights, shift = [*closed.unbind(1), partial], random(2, 4).float().softmax(-1), query.new_ones(())
@@ -557,10 +535,9 @@ def try_on(device: torch.device, dtype: torch.dtype):
         "read": saved,
         "read_backward": read_backward(grad, grad_weights, query, norm_weight, 1.0, *saved[1:], sources),
         "read_closed": [mixes, negative_lse],
-        "update_and_merge": update_and_merge(query, partial, output, mixes[:, 0], negative_lse[:, :1], shift, norm),
+        "merge": [merge(query, partial, mixes[:, 0], negative_lse[:, :1], shift, norm, factor=3)],
     }
 
-    updated = (partial + output).double()
     with torch.enable_grad():
         query, scores, weights, norm_weight, *sources = (
             tensor.double().requires_grad_() for tensor in (query, scores, weights, norm_weight, *sources)
@@ -578,7 +555,7 @@ def try_on(device: torch.device, dtype: torch.dtype):
         mix = (weights[:, None] @ values)[:, 0]
         read_weights = torch.cat([scores[:, 0], of_partial[0]], dim=-1).softmax(-1)
         read_mix = (read_weights[:, None] @ values)[:, 0]
-        shifted = updated @ query[:, None] / (updated.square().sum(-1, keepdim=True) + 1).sqrt()
+        shifted = partial @ query[:, None] / (partial.square().sum(-1, keepdim=True) + 1).sqrt()
         merge_weights = torch.cat([scores[:, 0], shifted], dim=-1).softmax(-1)
         grads_of_read = torch.autograd.grad(
             [normed(read_mix), read_weights],
@@ -596,10 +573,7 @@ def try_on(device: torch.device, dtype: torch.dtype):
             "read": [normed(read_mix), read_weights, *of_partial],
             "read_backward": [grads_of_read[0], grads_of_read[1][:, 0], *grads_of_read[2:]],
             "read_closed": [scores.softmax(-1) @ values[:, :3], -scores.logsumexp(-1)],
-            "update_and_merge": [
-                normed((merge_weights[:, None] @ torch.cat([values[:, :3], updated[:, None]], dim=1))[:, 0]),
-                updated,
-            ],
+            "merge": [normed(3 * (merge_weights[:, None] @ values)[:, 0])],
         }
     # in fp32 sums of 96 products, in a half precision the rounding of the result and of what it is made of
     tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)

@@ -1,3 +1,4 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Time and memory of `attnres convert` against `cp -r` of the same checkpoint. `python benchmarks/conversion.py DIR`
 
 The checkpoint is synthetic, with the shape of Gemma 2B or 7B in bf16 (5 or 17 GB in shards of 1 GB), made in DIR. All

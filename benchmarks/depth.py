@@ -1,3 +1,4 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What a small Full AttnRes model, trained from scratch on source code, reads from where.
 
 `python benchmarks/depth.py` trains the shape of the study for 800 steps (minutes on one thread), inspects it on files

@@ -1,3 +1,4 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Memory of a long prompt, in one piece and in chunks. `python benchmarks/long_context.py`
 
 While a prompt is read the block cache holds every closed block of all its tokens. They are of no use to the tokens

@@ -1,16 +1,4 @@
-# Copyright 2026 The attnres authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The read over depth alone: against other ways to write it, and how its cost grows.
 
     python benchmarks/peers.py run       # one block of 8 sites behind an embedding and 4 closed blocks
@@ -41,6 +29,7 @@ from rich.console import Console  # noqa: E402
 
 from attnres.benchmarks.twin import alternate, keep_freed_memory, machine  # noqa: E402
 from attnres.depth_attention import BlockCache, depth_attention_reference, set_backend  # noqa: E402
+from attnres.depth_stream import DepthStream  # noqa: E402
 from attnres.outputs import write_figure, write_file  # noqa: E402
 
 
@@ -85,11 +74,14 @@ def two_phases(queries, key_norms, closed, outputs):
         cache.append(source)
 
     def run():
-        cache.rewind(first_site)
-        reads, partial = [cache.read(first_site, closed[-1])[0]], None
-        for site, output in enumerate(outputs[:-1], start=1):
-            read, partial = cache.read(first_site + site, partial, output)
-            reads.append(read)
+        # As in the round before: the last one is still to close
+        cache.num_closed, cache.open_block = NUM_CLOSED - 1, None
+        del cache.scores_of_one_token[NUM_CLOSED - 1 :]
+        cache.append(closed[-1])
+        reads, partial = [cache.read(first_site, None)], outputs[0]
+        for site, output in enumerate(outputs[1:], start=1):
+            reads.append(cache.read(first_site + site, partial))
+            partial = partial + output
         return reads
 
     return run
@@ -299,11 +291,11 @@ def seconds_of_reads(num_sublayers: int, num_blocks: int, tokens: int, repeats: 
     block_size, cache = -(-num_sublayers // num_blocks), BlockCache()
 
     def reads():
-        cache.start(queries, outputs[0], block_size, EPS)
-        partial, output = outputs[0], None
-        for site in range(num_sublayers + 1):
-            _, partial = cache.read(site, partial, output)
-            output = outputs[1]
+        stream = DepthStream(queries, (outputs[0],), block_size=block_size, eps=EPS).keep_in(cache)
+        for _ in range(num_sublayers):
+            stream.read()
+            stream = stream + outputs[1]
+        stream.read()
 
     return alternate([reads], repeats, f"{num_sublayers} sublayers, {num_blocks} blocks, {tokens} tokens").min().item()
 

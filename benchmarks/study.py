@@ -1,3 +1,4 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What Attention Residuals bring to a small model: from scratch, in continued training, with adapters.
 
     python benchmarks/study.py run [--jobs 2]    # hours; finished runs are kept, and left out the next time
@@ -19,7 +20,7 @@ import sysconfig
 import time
 import zlib
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, fields, replace
 from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
@@ -38,6 +39,8 @@ from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.benchmarks.twin import activation_bytes, alternate
 from attnres.conversion import convert
 from attnres.demo import train_tokenizer, windows
+from attnres.depth_attention import depth_weights, mix_and_norm, norm_of, source_scores
+from attnres.depth_stream import DepthStream
 from attnres.outputs import write_figure, write_file
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
 from attnres.training.adapters import lora_config, queries_config
@@ -223,26 +226,30 @@ def continued(arm: str, base: Path, work: Path):
     return model
 
 
+class RecencyBiasedStream(DepthStream):
+    """With a constant on the score of the newest source, as others start conversions. No part of the product."""
+
+    def read(self, norm=None):
+        query = self.queries[self.site : self.site + 1]
+        scores = [source_scores(query, source, self.eps)[..., 0] for source in self.sources]
+        scores[-1] = scores[-1] + RECENCY_BIAS
+        weights = depth_weights(scores)
+        if self.recorder is not None:
+            self.recorder.weights[self.site] = weights
+        mix = mix_and_norm(weights * len(scores) if self.sums else weights, self.sources, norm=None)
+        if self.cast is not None:
+            mix = mix.to(self.cast)
+        return mix if norm is None else norm_of(norm, mix)
+
+
 def add_recency_bias(model):
-    """A constant on the score of the newest source, as others start conversions. No part of the product."""
+    start_stream = model.model.start_stream
 
-    def biased(read):
-        def forward(queries, partial, blocks, scores, norm=None):
-            sources = [*blocks, partial]
-            values = torch.stack(sources, dim=-2)
-            keys = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + read.eps)
-            scores = (keys * queries[read.site]).sum(-1)
-            scores = torch.cat([scores[..., :-1], scores[..., -1:] + RECENCY_BIAS], dim=-1)
-            weights = torch.softmax(scores, dim=-1)
-            mix = (weights.unsqueeze(-1) * values).sum(-2)
-            return mix if norm is None else norm(mix), weights, scores
+    def start_biased_stream(*args, **kwargs):
+        stream = start_stream(*args, **kwargs)
+        return RecencyBiasedStream(**{field.name: getattr(stream, field.name) for field in fields(stream)})
 
-        return forward
-
-    model.model.open_block_cache = lambda *args, **kwargs: None
-    for module in model.modules():
-        if type(module).__name__ == "AttnResDepthRead":
-            module.forward = biased(module)
+    model.model.start_stream = start_biased_stream
 
 
 def train(run: Run, work: Path) -> dict:

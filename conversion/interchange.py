@@ -150,7 +150,7 @@ def export_checkpoint(
     config = checkpoint.config
     notes = []
     if config.attn_res_scale_norm_eps:
-        notes.append("the epsilons of its norms are divided by the square of the number of sources")
+        notes.append("its reads are multiplied by their number of sources")
     if config.attn_res_norm_eps != norm_eps(config):
         notes.append(f"the epsilon of its key norms is {config.attn_res_norm_eps}, of the others {norm_eps(config)}")
     if notes and not force:

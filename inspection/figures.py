@@ -1,16 +1,4 @@
-# Copyright 2026 The attnres authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Pictures of depth statistics: where every site reads from, how sharply, what it is worth, how large things are."""
 
 from pathlib import Path
@@ -33,12 +21,12 @@ from .measure import DepthStatistics  # noqa: E402
 
 # Okabe and Ito's, which colour-blind people can tell apart
 ATTENTION, MLP, READ = "#0072B2", "#D55E00", "#009E73"
-KINDS = (("attention", "attention", ATTENTION), ("mlp", "MLP", MLP))
+KINDS = (("attention", "attention", ATTENTION), ("mlp", "MLP", MLP), ("sublayer", "sublayers", ATTENTION))
 NO_SOURCE = "#e6e6e6"
 
 
 def weight_matrix(statistics: DepthStatistics) -> np.ndarray:
-    """Mean weights, `[sites, sources]`: the embedding, then block by block; nothing (NaN) where there is no source."""
+    """Mean weights, `[sites, sources]`: the embedding, then block by block; NaN without a source or without a read."""
     return _matrix(statistics, [site.weights for site in statistics.sites])
 
 
@@ -48,9 +36,9 @@ def ablation_matrix(statistics: DepthStatistics) -> np.ndarray:
 
 
 def _matrix(statistics: DepthStatistics, rows: list[list[float | None]]) -> np.ndarray:
-    matrix = np.full((len(rows), 1 + statistics.num_blocks), np.nan)
-    for site, row in enumerate(rows):
-        matrix[site, : len(row)] = row  # None becomes NaN
+    matrix = np.full((statistics.sites[-1].site + 1, 1 + statistics.num_blocks), np.nan)
+    for site, row in zip(statistics.sites, rows):
+        matrix[site.site, : len(row)] = row  # None becomes NaN
     return matrix
 
 
@@ -100,7 +88,8 @@ def _heat_maps(panels: list[tuple[str, DepthStatistics, np.ndarray, str | Colorm
 def _label_heat_map(axis: Axes, statistics: DepthStatistics, title: str):
     axis.set_title(title, fontsize=10)
     axis.set_xlabel(f"source: E embedding, then {'blocks' if statistics.block_size > 1 else 'sublayers'}")
-    axis.set_ylabel("site (even: attention, odd: MLP)")
+    alternating = all(site.kind in (("attention", "mlp")[site.site % 2], "final") for site in statistics.sites)
+    axis.set_ylabel("site (even: attention, odd: MLP)" if alternating else "site")
     axis.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     axis.yaxis.set_major_locator(MaxNLocator(12, integer=True))
     axis.xaxis.set_major_formatter(lambda place, _: "E" if place == 0 else f"{place:.0f}")
@@ -159,10 +148,11 @@ def _line(axis: Axes, sites: list, field: str, label: str, colour: str, **kwargs
 
 
 def _finish(axis: Axes, statistics: DepthStatistics):
+    last = statistics.sites[-1].site
     if statistics.block_size > 1:
-        for boundary in range(statistics.block_size, len(statistics.sites), statistics.block_size):
+        for boundary in range(statistics.block_size, last + 1, statistics.block_size):
             axis.axvline(boundary - 0.5, color="black", alpha=0.15, linewidth=0.8)
-    axis.set_xlim(-0.5, len(statistics.sites) - 0.5)
+    axis.set_xlim(-0.5, last + 0.5)
     axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axis.set_xlabel("site")
     axis.title.set_fontsize(10)

@@ -1,29 +1,18 @@
-# Copyright 2026 The attnres authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Means of the depth weights over text, a batch at a time, so that memory does not grow with the text."""
 
 import contextlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from rich.progress import track
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..configuration_attnres import AttnResConfig
-from ..depth_attention import num_sources
+from ..configuration_attnres import AttnResConfig, decoder_layers
+from ..depth_attention import mix_and_norm, num_sources
+from ..depth_stream import DepthRecorder, DepthStream
 
 
 SMALL = 0.01  # a weight below is as good as none
@@ -35,7 +24,7 @@ class SiteStatistics:
 
     Attributes:
         site: its number; even ones feed an attention, odd ones an MLP, the last one the final norm.
-        kind: `attention`, `mlp` or `final`.
+        kind: `attention`, `mlp` or `final`; `sublayer` where a layer has not just two of them.
         layer: number of the layer; that of the last one for the final read.
         sources: what is read: `embedding`, `block 1` ... and `partial`, the open block.
         weights: mean weight of each source; they sum to 1.
@@ -96,7 +85,7 @@ class DepthStatistics:
         block_size, num_blocks: sublayers per block, and how many blocks there are.
         text: what was read, in words.
         num_tokens: how much of it.
-        sites: read by read, in the order of depth.
+        sites: read by read, in the order of depth. A base whose attention and MLP share a read has none in between.
         excerpt: the beginning of the text, token by token; none if only means were taken.
         fingerprint, commit: of the checkpoint, a hash over a folder's files or the commit on the Hub, see
             `attnres.fingerprint`; none of a model in memory.
@@ -122,8 +111,8 @@ class _Sums:
         self.entropy = self.effective = self.small = self.square = self.stream_square = 0.0
         self.tokens = self.elements = 0
 
-    def add(self, weights: torch.Tensor, hidden: tuple[float, int], stream: tuple[float, int] | None):
-        """Weights of the tokens, `[tokens, sources]`; sums of squares and numbers of what was read."""
+    def add(self, weights: torch.Tensor, square: float, elements: int, stream_square: float | None):
+        """Weights of the tokens, `[tokens, sources]`; sums of squares of what was read, over so many elements."""
         weights = weights.double().cpu()
         entropy = torch.special.entr(weights).sum(-1)
         self.weights += weights.sum(0)
@@ -131,17 +120,10 @@ class _Sums:
         self.effective += entropy.exp().sum().item()
         self.small += (weights < SMALL).double().mean(-1).sum().item()
         self.tokens += len(weights)
-        self.square += hidden[0]
-        self.elements += hidden[1]
-        if stream is not None:
-            self.stream_square += stream[0]
-
-
-def norm_modules(trunk: nn.Module) -> list[nn.Module]:
-    """The norms behind the reads, in the order of sites; the PreNorm base has them under the same names."""
-    return [norm for layer in trunk.layers for norm in (layer.input_layernorm, layer.post_attention_layernorm)] + [
-        trunk.norm
-    ]
+        self.square += square
+        self.elements += elements
+        if stream_square is not None:
+            self.stream_square += stream_square
 
 
 @contextlib.contextmanager
@@ -155,19 +137,53 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(training)
 
 
+def run_recorded(model: nn.Module, ids: torch.Tensor, recorder: DepthRecorder, num_sites: int):
+    """The outputs of an AttnRes model with a recorder, or those of a plain base of as many sites.
+
+    A base is the AttnRes model of zero queries, and runs as such: its own layers are given a `DepthStream`.
+    """
+    if model.config.model_type == "attnres":
+        return model(ids, use_cache=False, depth_recorder=recorder)
+
+    def start(layer, args, kwargs):
+        embedding = args[0] if args else kwargs["hidden_states"]
+        queries = embedding.new_zeros(num_sites, embedding.shape[-1])
+        # A single block, so that there are never more than two sources
+        stream = DepthStream(queries, (embedding,), block_size=num_sites, sums=True, recorder=recorder)
+        return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
+
+    handle = decoder_layers(model.base_model)[0].register_forward_pre_hook(start, with_kwargs=True)
+    try:
+        return model(ids, use_cache=False)
+    finally:
+        handle.remove()
+
+
 @contextlib.contextmanager
-def _norm_inputs(trunk: nn.Module) -> Iterator[dict[int, tuple[float, int]]]:
-    """Sum of squares and number of elements of what every norm is given."""
-    found: dict[int, tuple[float, int]] = {}
-    handles = []
-    for site, norm in enumerate(norm_modules(trunk)):
+def _squares_of_reads(trunk: nn.Module, recorder: DepthRecorder) -> Iterator[dict[int, float]]:
+    """By site, the sum of squares of what is read there, over all elements.
 
-        def hook(module, args, site=site):
-            found[site] = (args[0].double().square().sum().item(), args[0].numel())
+    Layer by layer, from what the recorder has of it, which keeps no outputs of sublayers after that.
+    """
+    found: dict[int, float] = {}
+    reached: list[DepthStream] = []
 
-        handles.append(norm.register_forward_pre_hook(hook))
+    def read(stream: DepthStream):
+        if stream.site in recorder.weights:
+            mix = mix_and_norm(recorder.weights[stream.site], stream.sources, norm=None)
+            found[stream.site] = mix.double().square().sum().item()
+
+    def leave(layer, args, kwargs, output):
+        reached[:] = [output[0] if isinstance(output, tuple) else output]
+        stream = replace(args[0] if args else kwargs["hidden_states"], recorder=None)
+        while stream.site < reached[0].site:
+            read(stream)
+            stream = stream.write(recorder.outputs.pop(stream.site))
+
+    handles = [layer.register_forward_hook(leave, with_kwargs=True) for layer in decoder_layers(trunk)]
     try:
         yield found
+        read(*reached)
     finally:
         for handle in handles:
             handle.remove()
@@ -197,22 +213,23 @@ def measure(
     """
     config = model.config
     check_is_attnres(config, name)
-    trunk, device = model.model, model.device
+    trunk, device = model.base_model, model.device
     zero_queries = not trunk.depth_queries.query.any()
     sums: dict[int, _Sums] = {}
     for ids in track(windows.split(batch_size), description=f"Reading {name}", disable=not progress):
-        ids = ids.to(device)
-        stream = None
+        of_model, of_base = _run_and_square(trunk, ids.to(device), config.num_sites), None
         if base is not None:
-            with evaluating(base), _norm_inputs(base.model) as stream:
-                base.model(ids, use_cache=False)
-        with evaluating(model), _norm_inputs(trunk) as hidden:
-            reads = trunk(ids, output_depth_attentions=True, use_cache=False).depth_attentions
-        for site, weights in enumerate(reads):
-            of_stream = None if stream is None else stream[site]
-            if base is None and zero_queries:
-                of_stream = (hidden[site][0] * weights.shape[-1] ** 2, hidden[site][1])
-            sums.setdefault(site, _Sums(weights.shape[-1])).add(weights.flatten(0, -2), hidden[site], of_stream)
+            of_base = _run_and_square(base.base_model, ids.to(device), config.num_sites)
+        elif zero_queries:
+            of_base = of_model
+        for site, (weights, square) in of_model.items():
+            stream_square = None
+            if of_base is not None:  # a mean of sources, and the stream is their sum
+                weights_of_base, square_of_base = of_base[site]
+                stream_square = square_of_base * weights_of_base.shape[-1] ** 2
+            elements = ids.numel() * config.hidden_size
+            of_site = sums.setdefault(site, _Sums(weights.shape[-1]))
+            of_site.add(weights.flatten(0, -2), square, elements, stream_square)
     has_stream = base is not None or zero_queries
     return DepthStatistics(
         model=name,
@@ -225,6 +242,14 @@ def measure(
     )
 
 
+def _run_and_square(trunk: nn.Module, ids: torch.Tensor, num_sites: int) -> dict[int, tuple[torch.Tensor, float]]:
+    """By site, the weights, `[batch, seq, sources]`, and the sum of squares of what is read."""
+    recorder = DepthRecorder()
+    with evaluating(trunk), _squares_of_reads(trunk, recorder) as squares:
+        run_recorded(trunk, ids, recorder, num_sites)
+    return {site: (recorder.weights[site], square) for site, square in sorted(squares.items())}
+
+
 def check_is_attnres(config: PreTrainedConfig, name: str):
     if config.model_type != "attnres":
         raise ValueError(f"`{name}` is a {config.model_type}, no AttnRes model: `attnres convert` makes one of it.")
@@ -233,10 +258,10 @@ def check_is_attnres(config: PreTrainedConfig, name: str):
 @torch.no_grad()
 def read_excerpt(model: nn.Module, ids: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> Excerpt:
     """The weights of every single token of a text, `[tokens]`."""
-    reads = model.model(ids[None].to(model.device), output_depth_attentions=True, use_cache=False).depth_attentions
+    outputs = model.base_model(ids[None].to(model.device), output_depth_attentions=True, use_cache=False)
     return Excerpt(
         tokens=[tokenizer.decode([i]) for i in ids.tolist()],
-        weights=[(weights[0].float() * 1000).round().int().tolist() for weights in reads],
+        weights=[(weights[0].float() * 1000).round().int().tolist() for weights in outputs.depth_attentions],
     )
 
 
@@ -248,15 +273,24 @@ def source_names(site: int, block_size: int) -> list[str]:
     return names
 
 
+def _places(config: AttnResConfig) -> list[tuple[str, int]]:
+    """Kind and layer of every site."""
+    places = []
+    for layer, count in enumerate(config.sublayers_per_layer()):
+        kinds = ("attention", "mlp") if count == 2 else ("sublayer",) * count
+        places += [(kind, layer) for kind in kinds]
+    return [*places, ("final", config.num_hidden_layers - 1)]
+
+
 def _site_statistics(site: int, sums: _Sums, config: AttnResConfig, has_stream: bool) -> SiteStatistics:
     weights = (sums.weights / sums.tokens).tolist()
     entropy = sums.entropy / sums.tokens
     largest = torch.tensor(float(len(weights))).log().item()
-    last = 2 * config.num_hidden_layers
+    kind, layer = _places(config)[site]
     return SiteStatistics(
         site=site,
-        kind="final" if site == last else ("attention", "mlp")[site % 2],
-        layer=min(site // 2, config.num_hidden_layers - 1),
+        kind=kind,
+        layer=layer,
         sources=source_names(site, config.attn_res_block_size),
         weights=weights,
         entropy=entropy,

@@ -1,16 +1,4 @@
-# Copyright 2026 The attnres authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """One inspection: everything is checked, models are measured one after the other, then all is drawn and written."""
 
 import json
@@ -134,16 +122,18 @@ def inspect(
         measured.excerpt = read_excerpt(model, of_model[0, :excerpt_tokens], _tokenizer(path, commit))
         measured.fingerprint, measured.commit = fingerprint, commit
         if gradients:
-            for site, rms in zip(measured.sites, gradient_rms(model, of_model, name=name, batch_size=batch_size)):
-                site.gradient_rms = rms
+            of_sublayers = gradient_rms(model, of_model, name=name, batch_size=batch_size)
+            for site in measured.sites[:-1]:
+                site.gradient_rms = of_sublayers[site.site]
             if base_model is not None:
-                of_base = gradient_rms(base_model, of_model, name=base, batch_size=batch_size)
-                for site, rms in zip(measured.sites, of_base):
-                    site.base_gradient_rms = rms
+                of_sublayers = gradient_rms(base_model, of_model, name=base, batch_size=batch_size)
+                for site in measured.sites[:-1]:
+                    site.base_gradient_rms = of_sublayers[site.site]
         if ablation:
             few = of_model[: -(-ABLATION_TOKENS // of_model.shape[1])]
-            for site, rises in zip(measured.sites, ablate(model, few, name=name, batch_size=batch_size)):
-                site.ablation = rises
+            rises = ablate(model, few, name=name, batch_size=batch_size)
+            for site in measured.sites:
+                site.ablation = rises[site.site]
         statistics.append(measured)
         del model  # before the next one is loaded
     results = {

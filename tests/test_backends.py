@@ -1,12 +1,16 @@
 """`set_backend`: every way to compute the reads against plain torch; Triton's kernels in its interpreter."""
 
 import functools
+import importlib
 import importlib.util
+import re
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft.utils.other import ModulesToSaveWrapper
 from rounding import UpToRounding
 from tiny_models import convert, randomize_queries, tiny_base_model
@@ -16,8 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnres
 from attnres import depth_attention
-from attnres.configuration_attnres import BASE_FAMILIES
-from attnres.modeling_attnres import AttnResDepthRead
+from attnres.modeling_attnres import DepthReader, of_both
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -76,23 +79,27 @@ KERNELS = {
     "read",
     "read_backward",
     "read_closed",
-    "update_and_merge",
+    "merge",
 }
 
 
 @pytest.fixture
 def counted(monkeypatch):
     calls, kernels = [], depth_attention.kernels()
+
+    def count(name, function, *args, **kwargs):
+        calls.append(name)
+        return function(*args, **kwargs)
+
     for name in KERNELS:
-        function = getattr(kernels, name)
-        monkeypatch.setattr(kernels, name, lambda *args, name=name, f=function: calls.append(name) or f(*args))
+        monkeypatch.setattr(kernels, name, functools.partial(count, name, getattr(kernels, name)))
     return calls
 
 
 @needs_triton
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_kernels_are_what_runs(backend, counted, few_ids):
-    model = randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 4))  # one block is read by the last site alone
     run(model, few_ids)
     assert set(counted) == KERNELS
     counted.clear()
@@ -131,11 +138,11 @@ def test_auto_does_without_kernels_that_fail_a_trial(as_on_a_gpu, broken, how, f
     kernels, model = depth_attention.kernels(), randomize_queries(convert(tiny_base_model("qwen3"), 3))
     function = getattr(kernels, broken)
 
-    def break_it(*args):
+    def break_it(*args, **kwargs):
         if how == "raises":
             raise RuntimeError("PTX assembly aborted")
-        results = function(*args)
-        return results * 1.001 if broken == "weighted_sum" else (results[0] * 1.001, *results[1:])
+        results = function(*args, **kwargs)
+        return results * 1.001 if isinstance(results, torch.Tensor) else (results[0] * 1.001, *results[1:])
 
     attnres.set_backend("torch")
     expected = run(model, few_ids)
@@ -174,8 +181,8 @@ def test_trial(dtype, mode):
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_closed, hidden_size, tokens", [(1, 7, 5), (3, 40, 6), (8, 64, 1), (2, 16, 0)])
-@pytest.mark.parametrize("losses", [["normed"], ["weights"], ["normed", "weights"]], ids="+".join)
-def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, tokens, losses, counted, monkeypatch):
+@pytest.mark.parametrize("sums", [False, True])
+def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, tokens, sums, counted, monkeypatch):
     """Read and norm, forward and backward, beside plain torch; several tokens to a program, and fewer to the last."""
     monkeypatch.setattr(depth_attention.kernels(), "MOST_PROGRAMS", 2)
     generator = torch.Generator().manual_seed(0)
@@ -183,31 +190,76 @@ def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, toke
     def random(*shape, dtype=dtype):
         return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
 
-    config = attnres.AttnResConfig(base_model_type="llama", attn_res_block_size=3, attn_res_norm_eps=1e-3)
-    depth_read, norm = AttnResDepthRead(config, site=4), LlamaRMSNorm(hidden_size).to(dtype)
-    queries = random(6, hidden_size, dtype=torch.float32)
+    norm = LlamaRMSNorm(hidden_size, eps=0.5).to(dtype)
+    norm.__class__ = of_both(DepthReader, LlamaRMSNorm)
+    # So small that a read is not nearly one source, as gradients are then differences of large terms
+    queries = (random(6, hidden_size, dtype=torch.float32).detach() / hidden_size**0.5).requires_grad_()
+    sources = [random(1, tokens, hidden_size) for _ in range(num_closed + 1)]
+    grad = random(1, tokens, hidden_size).detach()
+    with torch.no_grad():
+        norm.weight.normal_(generator=generator)
+
+    def read(queries, *sources):
+        *blocks, partial = sources
+        stream = attnres.DepthStream(queries, tuple(blocks), partial, site=4, block_size=3, eps=1e-3, sums=sums)
+        normed = norm(stream)
+        of_queries, of_norm, *of_sources = torch.autograd.grad(normed, (queries, norm.weight, *sources), grad)
+        return normed, of_queries, of_norm, of_sources
+
+    actual = read(queries, *sources)
+    assert counted == ["read", "read_backward"]
+    attnres.set_backend("torch")
+    UpToRounding(read, queries, *sources, model=norm).check(actual)
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("num_closed, hidden_size, tokens", [(1, 7, 5), (3, 40, 6), (8, 64, 1), (2, 16, 0)])
+@pytest.mark.parametrize("losses", [["normed"], ["weights"], ["normed", "weights"]], ids="+".join)
+@pytest.mark.parametrize("factor", [1, 5])
+def test_read_and_norm(backend, dtype, num_closed, hidden_size, tokens, losses, factor, counted, monkeypatch):
+    """With losses of the weights too, and the gradients of the scores."""
+    monkeypatch.setattr(depth_attention.kernels(), "MOST_PROGRAMS", 2)
+    generator, eps = torch.Generator().manual_seed(0), 1e-3
+
+    def random(*shape, dtype=dtype):
+        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
+
+    norm, query = LlamaRMSNorm(hidden_size, eps=0.5).to(dtype), random(hidden_size, dtype=torch.float32)
     sources = [random(1, tokens, hidden_size) for _ in range(num_closed + 1)]
     scores = [random(1, tokens, dtype=torch.float32) for _ in range(num_closed)]
     with torch.no_grad():
         norm.weight.normal_(generator=generator)
     grads = {"normed": random(1, tokens, hidden_size), "weights": random(1, tokens, num_closed + 1).float()}
 
-    def read(queries, *sources_and_scores):
-        sources, scores = sources_and_scores[: num_closed + 1], sources_and_scores[num_closed + 1 :]
-        normed, weights, _ = depth_read(queries, sources[-1], sources[:-1], scores, norm)
-        outputs, inputs = {"normed": normed, "weights": weights}, [queries, *sources, *scores, norm.weight]
-        grads_of = [grads[loss].detach() for loss in losses]
-        *of_sources, of_norm = torch.autograd.grad(
-            [outputs[loss] for loss in losses], inputs, grads_of, allow_unused=True, materialize_grads=True
-        )
-        of_queries, of_sources, of_scores = of_sources[0], of_sources[1:-num_closed], of_sources[-num_closed:]
-        # Of one token a score is a single number, so they are compared together
-        return normed, weights, of_queries, of_sources, torch.stack(of_scores), of_norm
+    def in_parts(query, sources, scores):
+        of_partial = depth_attention.source_scores(query[None], sources[-1], eps)[..., 0]
+        weights = depth_attention.depth_weights([*scores, of_partial])
+        return depth_attention.mix_and_norm(factor * weights, sources, norm), weights
 
-    actual = read(queries, *sources, *scores)
+    def in_one_pass(query, sources, scores):
+        return depth_attention.read_and_norm(query, sources, scores, eps, norm, factor)
+
+    def run(read, query, *sources_and_scores):
+        sources, scores = sources_and_scores[: num_closed + 1], sources_and_scores[num_closed + 1 :]
+        normed, weights = read(query, sources, scores)
+        outputs, inputs = {"normed": normed, "weights": weights}, [query, norm.weight, *sources, *scores]
+        of_query, of_norm, *of_others = torch.autograd.grad(
+            [outputs[loss] for loss in losses],
+            inputs,
+            [grads[loss].detach() for loss in losses],
+            allow_unused=True,
+            materialize_grads=True,
+        )
+        # Of one token a score is a single number, so they are compared together
+        of_sources, of_scores = of_others[: num_closed + 1], torch.stack(of_others[num_closed + 1 :])
+        return normed, weights, of_query, of_norm, of_sources, of_scores
+
+    actual = run(in_one_pass, query, *sources, *scores)
     assert counted == ["read", "read_backward"]
     attnres.set_backend("torch")
-    UpToRounding(read, queries, *sources, *scores, model=norm).check(actual)
+    UpToRounding(functools.partial(run, in_parts), query, *sources, *scores, model=norm).check(actual)
 
 
 @needs_triton
@@ -247,11 +299,11 @@ def test_norms_that_are_left_to_their_module():
     parametrised = nn.utils.parametrize.register_parametrization(LlamaRMSNorm(8), "weight", nn.Identity())
     assert parameters(parametrised, torch.float32) is None
     assert parameters(ModulesToSaveWrapper(norm, "default"), torch.float32) is None
-    for register in ("forward_hook", "forward_pre_hook", "full_backward_hook", "full_backward_pre_hook"):
-        handle = getattr(norm, f"register_{register}")(lambda *args: None)
-        assert parameters(norm, torch.float32) is None
-        handle.remove()
+    norm.__class__ = of_both(DepthReader, LlamaRMSNorm)
     assert parameters(norm, torch.float32) is not None
+    gemmas = GemmaRMSNorm(8)
+    gemmas.__class__ = of_both(DepthReader, GemmaRMSNorm)
+    assert parameters(gemmas, torch.float32) is None
 
 
 @needs_triton
@@ -309,9 +361,10 @@ def test_kernels(backend, count, hidden_size, dtype, monkeypatch):
         mix = mixes.view(2, 3, 5, hidden_size).unbind(-2)[2] if module is kernels else mixes[:, 2].view(2, 3, -1)
         lse = negative_lse.view(2, 3, 5, 1).unbind(-2)[2]
         if module is kernels:
-            merged, _ = module.update_and_merge(query, sources[0], None, mix, lse, shift, None)
+            merged = [module.merge(query, sources[0], mix, lse, shift, None, *factor) for factor in ([], [5])]
         else:
-            merged = module.merge_partial(query, sources[0], mix, lse, shift).to(dtype)
+            merged = module.merge_partial(query, sources[0], mix, lse, shift)
+            merged = [merged.to(dtype), (5 * merged).to(dtype)]
         mixed = module.weighted_sum(weights, sources)
         inputs = [query[None].clone().requires_grad_(), sources[0].clone().requires_grad_()]
         one_score = depth_attention.source_scores(*inputs, 1e-6)
@@ -321,7 +374,7 @@ def test_kernels(backend, count, hidden_size, dtype, monkeypatch):
             *grads,
             mixes,
             negative_lse,
-            merged,
+            *merged,
             mixed,
             *module.weighted_sum_backward(grad, weights, sources),
         ]
@@ -336,48 +389,109 @@ def test_kernels(backend, count, hidden_size, dtype, monkeypatch):
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("norm_class", [None, LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm])
-@pytest.mark.parametrize("begins", [True, False])
-def test_phase_2_in_one_pass(backend, dtype, norm_class, begins):
-    """The partial sum's update, the merge and the norm, beside plain torch."""
+@pytest.mark.parametrize("factor", [1, 5])
+def test_phase_2_in_one_pass(backend, dtype, norm_class, factor, counted):
+    """The merge and the norm, beside plain torch."""
     generator = torch.Generator().manual_seed(0)
-    embedding, partial, output = (torch.randn(2, 3, 40, generator=generator).to(dtype) for _ in range(3))
-    partial, queries = None if begins else partial, torch.randn(3, 40, generator=generator)
-    norm = None if norm_class is None else norm_class(40).to(dtype)
+    embedding, partial = (torch.randn(2, 3, 40, generator=generator).to(dtype) for _ in range(2))
+    queries = torch.randn(3, 40, generator=generator)
+    norm = None if norm_class is None else norm_class(40, eps=0.5).to(dtype)
     with torch.no_grad():
         for parameter in () if norm is None else norm.parameters():
             parameter.normal_(generator=generator)
 
-        def read(queries, embedding, output, partial=None):
+        def read(queries, embedding, partial):
             cache = attnres.BlockCache()
             cache.start(queries, embedding, 3, 1e-6)
-            cache.read(0, embedding)
-            return cache.read(2, partial, output, norm)
+            cache.append(embedding)
+            return cache.read(2, partial, norm, factor)
 
-        inputs = (queries, embedding, output, *([] if begins else [partial]))
+        inputs = (queries, embedding, partial)
         actual = read(*inputs)
+        assert counted == ["read_closed", "merge"]
         attnres.set_backend("torch")
         UpToRounding(read, *inputs).check(actual)
 
 
+@pytest.mark.parametrize("backend", OTHERS, indirect=True)
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("of_embedding", [torch.float32, torch.bfloat16], ids=str)
+def test_reads_of_a_stream(backend, of_embedding, sums):
+    """With and without a norm, gradients and a block cache, of outputs as wide as the embedding or wider."""
+    generator, norm = torch.Generator().manual_seed(0), LlamaRMSNorm(16, eps=0.5)
+    queries, embedding, *outputs = (torch.randn(shape, generator=generator) for shape in [(7, 16), *[(2, 3, 16)] * 7])
+
+    embedding = embedding.to(of_embedding)
+
+    def reads(queries, *outputs):
+        stream = attnres.DepthStream(queries, (embedding,), block_size=3, sums=sums)
+        streams = [stream, *([] if torch.is_grad_enabled() else [stream.keep_in(attnres.BlockCache())])]
+        mixes = []
+        for output in outputs:
+            streams = [stream + output for stream in streams]
+            mixes += [stream.read(chosen) for stream in streams for chosen in (norm, None)]
+        return mixes
+
+    def run(*inputs):
+        with torch.no_grad():
+            without_gradients = reads(*inputs)
+        inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+        mixes = reads(*inputs)
+        return without_gradients, mixes, torch.autograd.grad(mixes, inputs, [mix.detach().cos() for mix in mixes])
+
+    actual = run(queries, *outputs)
+    attnres.set_backend("torch")
+    UpToRounding(run, queries, *outputs).check(actual)
+
+
+HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
+
+
 @needs_triton
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
-def test_norms_with_hooks_are_called(backend):
+def test_norms_with_hooks_are_called(backend, counted):
+    """And computed with the read all the same."""
     model, seen = convert(tiny_base_model("llama"), 3), []
     norm = model.model.layers[1].input_layernorm
-    hook = norm.register_forward_hook(lambda *args: seen.append(1))
+    hooks = [getattr(norm, f"register_{name}")(lambda *args, name=name: seen.append(name)) for name in HOOKS]
+    input_ids = torch.ones(1, 2, dtype=torch.long)
     with torch.no_grad():
-        model(torch.ones(1, 2, dtype=torch.long))
+        model(input_ids)
+        assert seen == ["forward_pre_hook", "forward_hook"]
+    model(input_ids).logits.sum().backward()
+    assert seen[2:] == list(HOOKS)
+    with_hooks = counted.copy()
+    for hook in hooks:
         hook.remove()
-        model(torch.ones(1, 2, dtype=torch.long))
-    assert seen == [1]
+    counted.clear()
+    with torch.no_grad():
+        model(input_ids)
+    model(input_ids).logits.sum().backward()
+    assert len(seen) == 6 and counted == with_hooks
 
 
-@pytest.mark.parametrize("family", sorted(BASE_FAMILIES))
-def test_norms_that_kernels_take_for_llamas(family):
-    norm = tiny_base_model(family).model.norm
-    if not hasattr(norm, "variance_epsilon"):
-        return
-    hidden_states = torch.randn(2, 3, norm.weight.shape[0])
+def norm_classes():
+    """All classes of norms in transformers that call their epsilon as Llama's does."""
+    for path in sorted(Path(transformers.__file__).parent.glob("models/*/modeling_*.py")):
+        for name, body in re.findall(r"^class (\w*Norm)\(nn.Module\):\n(.*?)(?=^\S)", path.read_text(), re.M | re.S):
+            if "self.variance_epsilon = " in body:
+                yield f"transformers.models.{path.parent.name}.{path.stem}", name, body
+
+
+def test_norms_that_kernels_take_for_llamas():
+    """Of all models, and of each text of a class once: what is computed with the read is what the module computes."""
+    taken = {}
+    for module, name, body in norm_classes():
+        norm = getattr(importlib.import_module(module), name)(32)
+        if depth_attention.rms_norm_parameters(norm, torch.float32) is not None:
+            taken[body] = norm
+    assert len(taken) >= 3
+    for norm in taken.values():
+        check_that_it_is_llamas(norm)
+
+
+def check_that_it_is_llamas(norm):
+    hidden_states = torch.randn(2, 3, norm.weight.shape[0]) + 1
     with torch.no_grad():
         norm.weight.normal_()
         norm.variance_epsilon = 0.3
@@ -398,9 +512,9 @@ from attnres import triton_kernels
 kinds = {"sources": "*i64", "grad_sources": "*i64", "eps": "fp32", "norm_eps": "fp32", "mix": "*fp32"}
 kinds |= dict.fromkeys("weights grad_weights scores grad_scores mixes negative_lse query shift grad".split(), "*fp32")
 kinds |= dict.fromkeys("inverse_rms score_of_partial grad_queries grad_norm_weights".split(), "*fp32")
-of_dtype = "grad_mix values partial output updated merged source grad_source normed grad_normed norm_weight".split()
-constants = {"BLOCK": 1024, "SITES": 8, "SOURCES": 8}
-constants |= {"HAS_OUTPUT": True, "HAS_NORM": True, "HAS_GRAD_WEIGHTS": True}
+kinds["factor"] = "fp32"
+of_dtype = "grad_mix values partial merged source grad_source normed grad_normed norm_weight".split()
+constants = {"BLOCK": 1024, "SITES": 8, "SOURCES": 8, "HAS_NORM": True, "HAS_GRAD_WEIGHTS": True}
 for kernel in [kernel for name, kernel in vars(triton_kernels).items() if name.endswith("_kernel")]:
     for dtype in ("*fp32", "*bf16"):
         types = {**kinds, **dict.fromkeys(of_dtype, dtype)}

@@ -1,3 +1,4 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """`attnres demo` as a user runs it: in a process of its own, from the first time to a rerun and bad input."""
 
 import json
@@ -5,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from tiny_models import tiny_base_model
+from tiny_models import TINY, tiny_base_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnres.demo import train_tokenizer
@@ -60,10 +61,11 @@ def test_demo_on_a_checkpoint(tmp_path):
 
 
 def test_bad_input_is_one_line_and_leaves_nothing(tmp_path):
-    AutoConfig.for_model("olmo2").save_pretrained(tmp_path / "olmo2")
+    config = AutoConfig.for_model("doge", **TINY)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "doge")
     (tmp_path / "file").write_text("")
     for args, message in (
-        (("--model", tmp_path / "olmo2"), "`base_model_type='olmo2'` is not supported: it normalises"),
+        (("--model", tmp_path / "doge"), "`base_model_type='doge'` is not supported: a DogeDecoderLayer does more"),
         (("--model", tmp_path / "missing"), "missing"),
         (("--output", tmp_path / "file"), "is a file; name a folder"),
     ):

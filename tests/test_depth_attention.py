@@ -6,8 +6,9 @@ import functools
 import pytest
 import torch
 from rounding import UpToRounding, all_in_fp64
-from tiny_models import convert, randomize_queries, reference_hidden_states, tiny_base_model
+from tiny_models import Reference, convert, randomize_queries, tiny_base_model
 from torch import nn
+from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres.depth_attention import (
@@ -41,6 +42,10 @@ def widened(*tensors):
 def definition(query, *sources):
     """The mix of a read."""
     return depth_attention_reference(query, sources, EPS)[0]
+
+
+def times(factor, dtype, *inputs):
+    return (factor * definition(*inputs)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -85,36 +90,44 @@ def test_block_cache_matches_definition(shape, block_size, dtype):
     for _step in range(2):  # the second one reuses the buffers
         cache.start(queries, outputs[0], block_size, EPS)
         pointer = cache.values.data_ptr()
-        partial = outputs[0]
-        sources, reads = [], []
+        assert len(cache) == 0
+        closed, kept, partial, reads = [outputs[0]], [cache.append(outputs[0])], None, []
         for site in range(9):
-            wide = widened(queries[site], *sources, partial)
-            expected = UpToRounding(lambda *inputs: definition(*inputs).to(dtype), *wide)
-            read, still_open = cache.read(site, partial)
-            assert still_open is (None if site % block_size == 0 else partial)
-            reads.append((read, expected))
-            assert len(sources) + 1 == num_sources(site, block_size)
+            sources = closed if partial is None else [*closed, partial]
+            assert len(sources) == num_sources(site, block_size) and len(cache) == len(closed)
+            for factor in (1, len(sources)):
+                read_times = functools.partial(times, factor, dtype)
+                expected = UpToRounding(read_times, *widened(queries[site], *sources))
+                reads.append((cache.read(site, partial, factor=factor), expected))
             if site == 8:
                 break
-            if site % block_size == 0:
-                sources, partial = [*sources, partial], outputs[site + 1]
-            else:
-                partial = partial + outputs[site + 1]
-            assert len(cache) == len(sources) and all(torch.equal(a, b) for a, b in zip(cache, sources))
+            partial = outputs[site + 1] if partial is None else partial + outputs[site + 1]
+            if (site + 1) % block_size == 0:
+                closed, kept, partial = [*closed, partial], [*kept, cache.append(partial)], None
         for actual, expected in reads:  # compared at the end: what was given away is not written over
             expected.check(actual)
+        assert all(map(torch.equal, kept, closed))
     assert cache.values.data_ptr() == pointer
 
 
-@pytest.mark.parametrize("num_closed", [1, 2])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("norm_class", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm])
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 7)], ids=["tokens", "one token"])
-def test_the_last_site_is_read_in_the_middle_of_the_stack(shape, num_closed):
-    *closed, partial = random_sources(1 + num_closed, torch.float32, shape)
-    queries, cache = torch.randn(8, 7), BlockCache()
-    cache.start(queries, partial, 2, EPS)
-    for block in closed:
-        cache.append(block)
-    UpToRounding(definition, queries[7], *closed, partial).check(cache.read(7, partial)[0])
+def test_block_cache_norms_what_it_has_multiplied(shape, norm_class, dtype):
+    """Which the epsilon of a norm tells apart."""
+    *closed, partial = random_sources(3, dtype, shape)
+    queries = torch.randn(6, 7, dtype=torch.promote_types(dtype, torch.float32))
+    norm, cache = norm_class(7, eps=0.5).to(dtype), BlockCache()
+    with torch.no_grad():
+        norm.weight.normal_()
+        cache.start(queries, partial, 2, EPS)
+        for block in closed:
+            cache.append(block)
+        for site, sources in ((2, closed), (3, [*closed, partial])):
+            mixes = UpToRounding(
+                lambda *inputs: norm(times(5, dtype, *inputs)), *widened(queries[site], *sources), model=norm
+            )
+            mixes.check(cache.read(site, None if site == 2 else partial, norm, factor=5))
 
 
 @pytest.mark.parametrize("scale", [0.0, 3.0, 1e3, -1e3, float("inf"), float("nan")])
@@ -128,9 +141,11 @@ def test_one_token_is_as_several(scale, eps):
     def reads(count, queries, *sources):
         cache, several = BlockCache(), [source.expand(1, count, 7) for source in sources]
         cache.start(queries, several[0], 3, eps)
-        cache.read(0, several[0])
-        mix, partial = cache.read(1, None, several[1])
-        mixes = [mix, cache.read(2, several[2])[0], cache.read(2, partial, several[2])[0]]
+        cache.append(several[0])
+        mixes = [cache.read(site, several[site]) for site in (1, 2)]
+        mixes.append(cache.read(2, several[1] + several[2], factor=2))
+        cache.append(several[2])
+        mixes.append(cache.read(3, None))
         return [(mix[:, 0].nan_to_num(), mix[:, 0].isnan().float()) for mix in mixes]
 
     of_one = reads(1, queries, *sources)
@@ -144,25 +159,10 @@ def test_norm_of_one_token_does_not_raise(scale, eps):
     norm, source = LlamaRMSNorm(7, eps), torch.ones(1, 1, 7) * scale
     cache = BlockCache()
     cache.start(torch.zeros(2, 7), source, 2, EPS)
-    read, _ = cache.read(0, source, norm=norm)
+    cache.append(source)
+    read = cache.read(0, None, norm)
     if eps or scale >= 1:  # the norm of nothing at no epsilon is 0 / 0
         torch.testing.assert_close(read, norm(source), equal_nan=True)
-
-
-@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 7)], ids=["tokens", "one token"])
-def test_layers_that_go_on_on_another_device(shape):
-    """As far as a CPU can tell, which is another device than itself by number."""
-    *closed, partial = random_sources(3, torch.float32, shape)
-    query, cache = torch.randn(7), BlockCache()
-    cache.start(query.expand(5, -1), partial, 2, EPS)
-    for block in closed:
-        cache.append(block)
-    expected, _ = cache.read(3, partial)
-    pointer = cache.values.data_ptr()
-    cache._follow(torch.device("cpu:0"))
-    mix, _ = cache.read(3, partial)
-    assert torch.equal(mix, expected) and cache.values.data_ptr() != pointer
-    assert all(map(torch.equal, cache, closed))
 
 
 def test_no_tokens():
@@ -170,7 +170,9 @@ def test_no_tokens():
     assert depth_attention(queries[2], sources, EPS)[0].shape == (0, 5, 7)
     cache = BlockCache()
     cache.start(queries, sources[0], 2, EPS)
-    assert [cache.read(site, sources[site])[0].shape for site in range(3)] == 3 * [(0, 5, 7)]
+    assert [cache.append(sources[0]).shape, cache.read(0, None).shape] == 2 * [(0, 5, 7)]
+    assert cache.read(1, sources[1]).shape == (0, 5, 7)
+    assert [cache.append(sources[2]).shape, cache.read(2, None).shape] == 2 * [(0, 5, 7)]
 
 
 def test_two_phases_have_the_gradients_of_one_read():
@@ -204,8 +206,10 @@ def test_a_bad_token_stays_alone(bad):
     mix, weights = depth_attention(query[2], sources, EPS)
     cache = BlockCache()
     cache.start(query, sources[0], 2, EPS)
-    cache.read(0, sources[0])
-    as_partial, as_closing, as_closed = (cache.read(site, sources[i])[0] for site, i in ((1, 1), (2, 1), (3, 2)))
+    cache.append(sources[0])
+    as_partial = cache.read(1, sources[1])
+    cache.append(sources[1])
+    as_closing, as_closed = cache.read(2, None), cache.read(3, sources[2])
     for result in (mix, weights, as_partial, as_closing, as_closed):
         is_bad = ~torch.isfinite(result).all(-1)
         assert is_bad[1, 2] and is_bad.sum() == 1
@@ -218,15 +222,15 @@ def test_autocast_leaves_scores_in_fp32(shape):
     with torch.autocast("cpu", dtype=torch.bfloat16):
         actual, _ = depth_attention(query, sources, EPS)
         cache = BlockCache()
-        cache.start(query.expand(3, -1), sources[0], 8, EPS)
-        cache.read(0, sources[0])
-        merged, _ = cache.read(1, sources[1])
-        cache.start(query.expand(3, -1), sources[0], 1, EPS)
-        cache.read(0, sources[0])
-        closed, _ = cache.read(1, sources[1])
+        cache.start(query.expand(4, -1), sources[0], 2, EPS)
+        cache.append(sources[0])
+        of_one_closed = cache.read(1, sources[1])
+        cache.append(sources[1])
+        closed, merged = cache.read(2, None), cache.read(3, sources[2])
     assert torch.equal(actual, expected)
-    UpToRounding(definition, query, *sources[:2]).check(merged)
+    UpToRounding(definition, query, *sources[:2]).check(of_one_closed)
     UpToRounding(definition, query, *sources[:2]).check(closed)
+    UpToRounding(definition, query, *sources).check(merged)
 
 
 @pytest.mark.parametrize("autocast", [False, True])
@@ -293,14 +297,18 @@ def test_model_matches_definition_in_fp64(family, block_size, zero):
             randomize_queries(model)
         input_ids = torch.randint(0, 97, (3, 7))
         grad = torch.randn(3, 7, model.config.hidden_size, dtype=torch.float64)
-        parameters = dict(model.named_parameters())
+        reference, parameters = Reference(model), dict(model.named_parameters())
 
-        def run(hidden_states):
+        def run(hidden_states, parameters):
             grads = torch.autograd.grad(hidden_states, parameters.values(), grad, materialize_grads=True)
             return hidden_states, dict(zip(parameters, grads))
 
-        expected = UpToRounding(lambda: run(reference_hidden_states(model, input_ids)[0]), model=model)
-        hidden_states, grads = run(model(input_ids).last_hidden_state)
+        def by_definition():
+            reference.queries = model.depth_queries.query * model.depth_queries.key_norm
+            return run(reference(input_ids)[0], parameters | dict(reference.native.named_parameters()))
+
+        expected = UpToRounding(by_definition, model=reference.native)
+        hidden_states, grads = run(model(input_ids).last_hidden_state, parameters)
         expected.check((hidden_states, grads))
         with torch.no_grad():
             expected.check((model(input_ids).last_hidden_state, grads))

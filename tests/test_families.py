@@ -8,9 +8,9 @@ import torch
 from rounding import UpToRounding
 from tiny_models import (
     FAMILIES,
+    Reference,
     convert,
     randomize_queries,
-    reference_hidden_states,
     relative_error,
     tiny_base_config,
     tiny_base_model,
@@ -18,7 +18,6 @@ from tiny_models import (
 from transformers import AutoConfig
 
 from attnres import AttnResConfig, AttnResForCausalLM, BlockCache
-from attnres.configuration_attnres import BASE_FAMILIES, REFUSED_FAMILIES
 
 
 # 4 layers are 8 sublayers: Full, one layer a block, a boundary inside a layer and a short end, one block, a short end
@@ -31,23 +30,17 @@ BLOCK_SIZES = [1, 2, 3, 8, 5]
 def test_norm_behind_a_read(family, num_tokens, dtype):
     """Where it is not the module, the block cache has the same numbers from fewer operations."""
     norm = tiny_base_model(family).to(dtype).model.layers[0].input_layernorm
-    first, second = torch.randn(2, 1, num_tokens, 32, dtype=dtype)
-    cache, queries = BlockCache(), torch.randn(3, 32)
-    reads = []
+    embedding, output = torch.randn(2, 1, num_tokens, 32, dtype=dtype)
+    cache = BlockCache()
     with torch.no_grad():
-        for of_cache in (norm, None):
-            cache.start(queries, first, 2, 1e-6)
-            at_start, _ = cache.read(0, first, norm=of_cache)
-            inside, partial = cache.read(1, None, second, norm=of_cache)
-            closing, _ = cache.read(2, partial, second, norm=of_cache)
-            reads.append([at_start, inside, closing])
-        for fused, mix in zip(*reads):
-            assert fused.dtype == dtype
-            UpToRounding(norm, mix).check(fused)
-
-
-def test_every_family_is_tested():
-    assert FAMILIES.keys() == BASE_FAMILIES.keys()
+        cache.start(torch.randn(3, 32), embedding, 2, 1e-6)
+        cache.append(embedding)
+        for site, partial in ((0, None), (1, output)):
+            for factor in (1, site + 1):
+                mix = cache.read(site, partial, factor=factor)
+                fused = cache.read(site, partial, norm, factor)
+                assert fused.dtype == dtype
+                UpToRounding(norm, mix).check(fused)
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
@@ -64,8 +57,9 @@ def test_family(family, block_size, input_ids, tmp_path):
 
     # Random queries: the definition
     randomize_queries(model)
+    reference = Reference(model.model)
     with torch.no_grad():
-        definition = UpToRounding(lambda: reference_hidden_states(model.model, input_ids), model=model)
+        definition = UpToRounding(lambda: reference(input_ids), model=reference.native)
         outputs = model.model(input_ids, output_depth_attentions=True)
         definition.check((outputs.last_hidden_state, outputs.depth_attentions))
         definition.check((model.model(input_ids).last_hidden_state, outputs.depth_attentions))
@@ -143,9 +137,7 @@ def test_config_round_trip(family, tmp_path):
         ({"attn_res_block_size": 0}, r"`attn_res_block_size=0` must be a number of sublayers >= 1"),
         ({"attn_res_block_size": -2}, r"`attn_res_block_size=-2` must be"),
         ({"attn_res_norm_eps": -1.0}, r"`attn_res_norm_eps=-1.0` must be a float >= 0"),
-        ({"base_model_type": "gpt2"}, r"`base_model_type='gpt2'` is not supported.*Supported: .*qwen3"),
         ({"model_type": "qwen3"}, r"`model_type='qwen3'` contradicts `base_model_type='llama'`"),
-        ({"base_model_type": "stablelm", "use_parallel_residual": True}, r"`use_parallel_residual=True` on base"),
     ],
 )
 def test_bad_fields_are_named(kwargs, message):
@@ -227,7 +219,18 @@ def test_bad_block_partitions_are_named(kwargs, message):
         AttnResConfig.from_base_config(tiny_base_config("qwen3"), **kwargs)
 
 
-@pytest.mark.parametrize("family", REFUSED_FAMILIES)
-def test_refused_families_say_why(family):
-    with pytest.raises(ValueError, match=f"{family}.*is not supported: {REFUSED_FAMILIES[family]}"):
-        AttnResConfig(base_model_type=family)
+@pytest.mark.parametrize(
+    "base_model_type, reason",
+    [
+        ("attnres", "it is an attention-residual architecture already"),
+        ("inkling2", "it is an attention-residual architecture already"),
+        ("bert", "a BertLayer does more to its residual stream than to add outputs to it and to read it"),
+        ("openai-gpt", "a Block does more to its residual stream"),
+        ("gemma3n_text", "a Gemma3nTextDecoderLayer does more to its residual stream"),
+        ("clip", "transformers .* has no causal language model of this type"),
+        ("lama", "transformers .* has no causal language model of this type.* Did you mean llama"),
+    ],
+)
+def test_refused_bases_say_why(base_model_type, reason):
+    with pytest.raises(ValueError, match=f"`base_model_type='{base_model_type}'` is not supported: {reason}"):
+        AttnResConfig(base_model_type=base_model_type).sublayers_per_layer()

@@ -479,7 +479,7 @@ def test_adapters_load_switch_disable_and_merge(folder, tmp_path, kind):
     of_adapted = UpToRounding(lambda: adapted(input_ids()).logits, model=adapted)
     adapted.merge_and_unload().save_pretrained(tmp_path / "merged")
     merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-    assert type(merged) is AttnResForCausalLM
+    assert isinstance(merged, AttnResForCausalLM)
     of_adapted.check(merged(input_ids()).logits)
     names = load_file(tmp_path / "merged/model.safetensors").keys()
     assert names == load_file(folder / "blocks-of-3/model.safetensors").keys()
@@ -542,7 +542,7 @@ def test_generation_keeps_its_caches(folder, tmp_path):
     for model in (adapted, merged):
         trunk, seen = model.base_model.model.model if model is adapted else model.model, []
         hook = trunk.layers[0].register_forward_pre_hook(
-            lambda module, args, kwargs, seen=seen: seen.append((args[0].shape[1], kwargs["block_cache"])),
+            lambda module, args, kwargs, seen=seen: seen.append((args[0].shape[1], args[0].cache)),
             with_kwargs=True,
         )
         tokens = model.generate(input_ids=input_ids(), max_new_tokens=6, do_sample=False, pad_token_id=0)

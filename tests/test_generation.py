@@ -1,9 +1,12 @@
 """Generation: every mode against plain greedy decoding of the same model, and proof that the two-phase path runs."""
 
+import copy
 import re
 
 import pytest
 import torch
+import transformers
+from packaging import version
 from rounding import UpToRounding
 from test_loading import run_python
 from tiny_models import convert, randomize_queries, tiny_base_config, tiny_base_model
@@ -13,6 +16,7 @@ import attnres.depth_attention
 from attnres import BlockCache
 
 
+BEFORE_5_20 = version.parse(transformers.__version__) < version.parse("5.20")
 # transformers offloads a KV cache on a CUDA stream of its own
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
 
@@ -233,9 +237,11 @@ def test_logits_to_keep(model, input_ids):
         return logits[:, -3:], logits[:, [1, 4]], logits[mask], logits.take_along_dim(positions[..., None], dim=1)
 
     with torch.no_grad():
-        keeps = (3, torch.tensor([1, 4]), mask, positions)
+        keeps = [3, torch.tensor([1, 4]), mask, positions]
+        if BEFORE_5_20:  # where bases take no more
+            keeps = keeps[:2]
         kept = [model(input_ids, logits_to_keep=keep).logits for keep in keeps]
-        UpToRounding(parts, model=model).check(kept)
+        UpToRounding(lambda: parts()[: len(keeps)], model=model).check(kept)
 
 
 def test_compiled_decoding(model, input_ids):
@@ -274,7 +280,8 @@ def test_each_closed_block_is_normalised_once(model, input_ids, monkeypatch):
     num_blocks = -(-num_sites // block_size)
     # every site meets one tensor that was not there before: the block that closes, or the partial sum
     assert calls["key_length"] == steps * num_sites
-    assert calls["read_closed"] == steps * num_blocks
+    # but for the embedding, which is the mix of site 0
+    assert calls["read_closed"] == steps * (num_blocks - (block_size == 1))
     assert calls["merge_partial"] == steps * (num_sites - num_blocks)
 
 
@@ -303,6 +310,7 @@ def test_prefill_under_inference_mode_then_decoding_without(model, input_ids):
         BlockCache.beside(cache).append(torch.ones(3, 1, 32))
 
 
+@pytest.mark.skipif(BEFORE_5_20, reason="the base itself loses the prompt at the switch")
 def test_phi3_drops_the_cache_where_longrope_switches():
     """As in the base: behind the original length other frequencies hold, so the keys cached before are void."""
     rope = {"rope_type": "longrope", "rope_theta": 1e4, "short_factor": [1.0] * 4, "long_factor": [9.0] * 4}
@@ -310,35 +318,36 @@ def test_phi3_drops_the_cache_where_longrope_switches():
     base_model = tiny_base_model("phi3", **kwargs)
     model = convert(base_model, 3)
     input_ids = torch.randint(3, 97, (1, 10))
-    # not the base with its cache, which loses the prompt at the switch before transformers 5.20
     assert torch.equal(generate(model, input_ids), generate(base_model, input_ids, use_cache=False))
 
 
-@pytest.mark.parametrize("family", ["qwen3", "kimi_linear"])
+@pytest.mark.parametrize("family", ["qwen3", "kimi_linear", "granite"])
 def test_pipeline_stages(family, input_ids):
-    """Slices of the layers through `run_layers` and `final_read`, as pipeline stages use them."""
+    """Each stage has some of the layers, and hands on a partial sum and the closed blocks."""
     model = randomize_queries(convert(tiny_base_model(family), 3)).model
     expected = UpToRounding(lambda: model(input_ids).last_hidden_state, model=model)
-    for grad in (True, False):
-        with torch.set_grad_enabled(grad):
-            partial, blocks = model.embed_tokens(input_ids), ()
-            for start, end in ((0, 1), (1, 3), (3, 4)):
-                partial, blocks = model.run_layers(start, end, partial, blocks)
-                _, blocks_again = model.run_layers(end, end, partial, blocks)
-                assert len(blocks_again) == len(blocks) == -(-2 * end // 3)
-                received = tuple(block.clone() for block in blocks)
-                read = UpToRounding(lambda partial, *blocks: model.final_read(partial, blocks), partial, *received)
-                read.check(model.final_read(partial, blocks))
-                blocks = received if start == 0 else blocks
-            actual = model.norm(model.final_read(partial, blocks))
-        expected.check(actual)
-    # a stage that trains behind one that does not
-    with torch.no_grad():
-        partial, blocks = model.run_layers(0, 2, model.embed_tokens(input_ids), ())
-    partial, blocks = model.run_layers(2, 4, partial, blocks)
-    actual = model.norm(model.final_read(partial, blocks))
-    actual.sum().backward()
-    expected.check(actual)
+    stages = [copy.deepcopy(model) for _ in range(3)]
+    ranges = [(0, 1), (1, 3), (3, 4)]
+    for stage, (start, end) in zip(stages, ranges):
+        stage.keep_layers(start, end)
+    # the last case: a stage that trains behind one that does not
+    for grads in ([True] * 3, [False] * 3, [False, True, True]):
+        with torch.set_grad_enabled(grads[0]):
+            stream = stages[0](input_ids).last_hidden_state
+        for stage, (start, _), grad in zip(stages[1:], ranges[1:], grads[1:]):
+            assert stream.site == 2 * start and len(stream.blocks) == 1 + 2 * start // 3
+            sent = [block.clone() for block in stream.blocks], stream.partial, stream.site
+            with torch.set_grad_enabled(grad):
+                stream = stage(inputs_embeds=stage.start_stream(*sent)).last_hidden_state
+        expected.check(stream)
+        if grad:
+            stream.sum().backward()
+            assert all(stage.depth_queries.query.grad.any() for stage in stages[1:])
+    assert stages[0].depth_queries.query.grad.any(), "no gradient has come back over the stages"
+    with pytest.raises(ValueError, match="has to be given the residual stream at site 2, and was given it at site 0"):
+        stages[1](inputs_embeds=stages[1].start_stream([torch.zeros(1, 2, 32)]))
+    with pytest.raises(ValueError, match="has to be given the residual stream at site 2, and was given a Tensor"):
+        stages[1](input_ids)
 
 
 def test_two_models_of_one_kv_cache_class_do_not_mix():

@@ -1,3 +1,4 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """`attnres inspect`: its figures against a direct computation, and the program on real files."""
 
 import dataclasses
@@ -6,13 +7,15 @@ import json
 import math
 import shutil
 from pathlib import Path
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from datasets import Dataset
 from rounding import all_in_fp64, wide
-from tiny_models import convert, randomize_queries, reference_hidden_states, tiny_base_model
+from tiny_models import TINY, Reference, convert, randomize_queries, reference_hidden_states, tiny_base_model
+from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import attnres
@@ -20,6 +23,7 @@ from attnres.cli import app
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.depth_attention import depth_attention_reference
+from attnres.depth_stream import DepthStream
 from attnres.fingerprint import checkpoint_fingerprint
 from attnres.inspection import DepthStatistics, Excerpt, SiteStatistics, ablate, gradient_rms, inspect, measure
 from attnres.inspection.callback import DepthMapCallback
@@ -37,7 +41,8 @@ TOLERANCE = 1e-9
 
 @pytest.fixture
 def in_fp64():
-    with all_in_fp64():
+    # A stream is cast to fp32 by name as well, where a norm of a plain base is given one
+    with all_in_fp64(), mock.patch.object(DepthStream, "float", DepthStream.double):
         yield
 
 
@@ -84,31 +89,70 @@ def test_zero_queries_read_uniformly_and_give_the_stream(block_size, in_fp64):
     )
 
 
-@pytest.mark.parametrize("family, block_size", [("qwen3", 1), ("granite", 3), ("mixtral", 2)])
-def test_gradients_against_autograd(family, block_size, in_fp64):
-    model = wide(randomize_queries(convert(tiny_base_model(family), block_size)))
-    measured = gradient_rms(model, windows(), batch_size=2)
-    outputs = []
+def gradients_by_hooks(trunk, run):
+    """The root mean square of the gradient that each sublayer of a plain base gets, by hooks on the sublayers.
+
+    Args:
+        run: makes the logits of `windows()`.
+    """
+    outputs, handles = [], []
 
     def kept(module, args, output):
         outputs.append(output[0] if isinstance(output, tuple) else output)
 
-    for layer in model.model.layers:
-        layer.self_attn.register_forward_hook(kept)
-        layer.mlp.register_forward_hook(kept)
-    hidden_states, _ = reference_hidden_states(model.model, windows())
-    logits = model.lm_head(hidden_states) / getattr(model.config, "logits_scaling", 1.0)
-    log_probabilities = logits[:, :-1].log_softmax(-1).gather(-1, windows()[:, 1:, None])
+    for layer in trunk.layers:
+        mixer = layer.linear_attn if hasattr(layer, "linear_attn") else layer.self_attn
+        handles += [mixer.register_forward_hook(kept), layer.mlp.register_forward_hook(kept)]
+    log_probabilities = run()[:, :-1].log_softmax(-1).gather(-1, windows()[:, 1:, None])
     gradients = torch.autograd.grad(-log_probabilities.sum(), outputs)
-    expected = [gradient.square().mean().sqrt().item() for gradient in gradients]
-    assert measured == pytest.approx(expected, rel=TOLERANCE)
+    for handle in handles:
+        handle.remove()
+    # What is added to the stream is an output times the multiplier
+    multiplier = getattr(trunk.config, "residual_multiplier", 1.0)
+    return [(gradient / multiplier).square().mean().sqrt().item() for gradient in gradients]
+
+
+@pytest.mark.parametrize("family, block_size", [("qwen3", 1), ("granite", 3), ("mixtral", 2)])
+def test_gradients_against_autograd(family, block_size, in_fp64):
+    model = wide(randomize_queries(convert(tiny_base_model(family), block_size)))
+    measured = gradient_rms(model, windows(), batch_size=2)
+    reference = Reference(model.model)
+
+    def run():
+        return model.lm_head(reference(windows())[0]) / getattr(model.config, "logits_scaling", 1.0)
+
+    assert measured == pytest.approx(gradients_by_hooks(reference.native, run), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("family, block_size", [("qwen3", 1), ("granite", 3), ("qwen3_next", 3), ("deepseek_v3", 2)])
 def test_gradients_at_zero_queries_are_those_of_the_base(family, block_size, in_fp64):
     base = wide(tiny_base_model(family))
+    expected = pytest.approx(gradients_by_hooks(base.model, lambda: base(windows()).logits), rel=TOLERANCE)
+    assert gradient_rms(base, windows(), batch_size=2) == expected
     converted = gradient_rms(wide(convert(base, block_size)), windows())
-    assert len(converted) == 8 and converted == pytest.approx(gradient_rms(base, windows()), rel=TOLERANCE)
+    assert len(converted) == 8 and converted == expected
+
+
+# Cohere's attention and MLP share a read, and one write of Phi's layers adds both
+@pytest.mark.parametrize(
+    "family, reads, kind", [("cohere", range(0, 9, 2), "attention"), ("phi", range(5), "sublayer")]
+)
+def test_sites_are_those_that_are_read(family, reads, kind, in_fp64):
+    base = AutoModelForCausalLM.from_config(AutoConfig.for_model(family, **{**TINY, "eos_token_id": 2})).eval()
+    model = randomize_queries(convert(base, 3))
+    statistics = measure(model, windows(), base=base)
+    assert [site.site for site in statistics.sites] == list(reads)
+    assert [site.kind for site in statistics.sites] == [*[kind] * 4, "final"]
+    assert [site.layer for site in statistics.sites] == [0, 1, 2, 3, 3]
+    streams = base(windows(), output_hidden_states=True).hidden_states[:4]  # the last one is normed
+    for site, stream in zip(statistics.sites, streams):
+        assert site.stream_rms == pytest.approx(stream.square().mean().sqrt().item(), rel=TOLERANCE)
+    of_sublayers, rises = gradient_rms(model, windows()), ablate(model, windows())
+    assert len(of_sublayers) == reads[-1] and len(rises) == reads[-1] + 1
+    for number, rise in enumerate(rises):
+        assert (rise == [None] * len(rise)) == (number == 0 or number not in reads)
+    matrix = weight_matrix(statistics)
+    assert [number for number in range(len(matrix)) if not np.isnan(matrix[number]).all()] == list(reads)
 
 
 @pytest.mark.parametrize("family, block_size", [("qwen3", 1), ("llama", 3)])
@@ -142,16 +186,24 @@ def test_ablation_against_the_definition(family, block_size, monkeypatch, in_fp6
             expected.append(loss() - unchanged)
         assert of_site == pytest.approx(expected, abs=TOLERANCE)
     assert max(map(max, rises[1:])) > 1e-3
-    assert "forward" not in vars(model.model.final_depth_read)
 
 
 def test_measuring_leaves_the_model_as_it_was():
-    model = randomize_queries(convert(tiny_base_model("qwen3"), 2)).train()
-    before = measure(model, windows())
-    gradient_rms(model, windows())
+    base = tiny_base_model("qwen3").train()
+    model = randomize_queries(convert(base, 2)).train()
+
+    def hooks():
+        modules = [*model.modules(), *base.modules()]
+        return [(dict(module._forward_hooks), dict(module._forward_pre_hooks)) for module in modules]
+
+    hooks_before, before = hooks(), measure(model, windows(), base=base)
+    for of_model in (model, base):
+        gradient_rms(of_model, windows())
     ablate(model, windows())
-    assert model.training and all(parameter.grad is None for parameter in model.parameters())
-    assert measure(model, windows()) == before
+    assert hooks() == hooks_before
+    for of_model in (model, base):
+        assert of_model.training and all(parameter.grad is None for parameter in of_model.parameters())
+    assert measure(model, windows(), base=base) == before
 
 
 @pytest.mark.parametrize("run", [measure, gradient_rms])

@@ -369,7 +369,7 @@ def test_what_cannot_be_exported(family, block_size, naming, kwargs, message, tm
 def test_epsilons_that_cannot_be_expressed(tmp_path):
     convert(tiny_base_model("llama", rms_norm_eps=1e-5), 2).save_pretrained(tmp_path / "attnres")
     with pytest.raises(
-        ValueError, match="divided by the square .* key norms is 1e-06, of the others 1e-05.*`--force`"
+        ValueError, match="multiplied by their number of sources .* key norms is 1e-06, of the others 1e-05.*`--force`"
     ):
         export_checkpoint(tmp_path / "attnres", tmp_path / "out", "fla")
     report = export_checkpoint(tmp_path / "attnres", tmp_path / "out", "fla", force=True)

@@ -123,6 +123,27 @@ def test_bench_keeps_what_it_measured(tmp_path):
     assert results["time"][:2] == kept["time"][:2]  # not measured again
 
 
+TRIAL = """
+import sys, time, types
+from attnres.__main__ import main
+sys.modules["attnres.cli"] = types.SimpleNamespace(main=lambda: exec("print('go', flush=True); time.sleep(60)"))
+main()
+"""
+
+
+def test_signal_after_signal(tmp_path):
+    """A key held down, in code that is run from text: as dataclasses are made while packages are imported."""
+    (tmp_path / "trial.py").write_text(TRIAL)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "trial"], cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    assert process.stdout.readline() == "go\n"
+    while process.poll() is None:
+        process.send_signal(signal.SIGINT)
+        time.sleep(0.001)
+    assert end(process)[0] == 130
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["convert", "inspect", "bench", "revert"])
 def test_random_moments(command, models, tmp_path):

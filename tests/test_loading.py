@@ -9,7 +9,7 @@ import pytest
 import torch
 from rounding import UpToRounding
 from safetensors.torch import load_file
-from tiny_models import WITHOUT_PACKAGE, convert, randomize_queries, tiny_base_config, tiny_base_model
+from tiny_models import TINY, WITHOUT_PACKAGE, convert, randomize_queries, tiny_base_config, tiny_base_model
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -52,8 +52,8 @@ def test_base_checkpoint_loads_directly(family, input_ids, tmp_path):
 
 
 def test_unsupported_base_checkpoint_is_refused(tmp_path):
-    AutoConfig.for_model("olmo2", **{"num_hidden_layers": 2}).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="olmo2.*is not supported: it normalises what a sublayer writes"):
+    AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **TINY, is_decoder=True)).save_pretrained(tmp_path)
+    with pytest.raises(ValueError, match="bert.*is not supported: a BertLayer does more to its residual stream"):
         AttnResForCausalLM.from_pretrained(tmp_path)
 
 
@@ -252,6 +252,18 @@ assert not any(name.split(".")[0] == "attnres" for name in sys.modules)
 """
 
 
+def test_code_is_registered_after_a_model_was_saved_with_its_code(tmp_path, monkeypatch):
+    """What one model was saved with is not what the next one is saved with."""
+    model = convert(tiny_base_model("llama"), 3)
+    model.config.auto_map = {"AutoConfig": "configuration_attnres.AttnResConfig"}
+    model.save_pretrained(tmp_path / "first")
+    assert model._auto_class is None and (tmp_path / "first/modeling_attnres.py").exists()
+    monkeypatch.setattr(AttnResForCausalLM, "_auto_class", None)
+    AttnResForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    convert(tiny_base_model("llama"), 3).save_pretrained(tmp_path / "second")
+    assert "auto_map" in json.loads((tmp_path / "second/config.json").read_text())
+
+
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_remote_code(family, tmp_path, monkeypatch):
     """A process without the package loads a checkpoint that carries its code, generates and saves it again."""
@@ -270,7 +282,7 @@ def test_remote_code(family, tmp_path, monkeypatch):
     with torch.no_grad():
         assert torch.equal(torch.load(target / "logits.pt"), model(input_ids).logits)
     # the installed package takes precedence over the code in the checkpoint
-    assert type(AutoModelForCausalLM.from_pretrained(target)) is AttnResForCausalLM
+    assert isinstance(AutoModelForCausalLM.from_pretrained(target), AttnResForCausalLM)
 
 
 def test_import_is_light():

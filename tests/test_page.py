@@ -1,3 +1,4 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The page of `attnres inspect` in a real browser: clicks, taps, keys, a phone's width, light and dark."""
 
 import json
@@ -219,3 +220,25 @@ def test_a_model_of_one_layer(browser, results, tmp_path):
     points = browser.find_elements("css selector", "#charts figure:first-child circle")
     assert [point.get_attribute("fill") for point in points] == ["var(--mlp)", "none"]
     assert browser.get_log("browser") == []
+
+
+def test_a_model_whose_attention_and_mlp_share_a_read(browser, results, tmp_path):
+    """Every second site is not read, and what is shown of the others is their own."""
+    models = []
+    for model in results["models"]:
+        weights = model["excerpt"]["weights"][::2]
+        models.append(model | {"sites": model["sites"][::2], "excerpt": model["excerpt"] | {"weights": weights}})
+    write_page({**results, "models": models}, tmp_path / "index.html")
+    browser.get((tmp_path / "index.html").as_uri())
+    select(browser, "model", models[1]["model"])
+    assert [option.text for option in all_of(browser, "#kind option")] == ["all", "before attention"]
+    select(browser, "site", "layer 2, attention (site 4)")
+    find(browser, "#token-3").click()
+    assert bars(browser) == [weight / 1000 for weight in results["models"][1]["excerpt"]["weights"][4][3]]
+    find(browser, "#map rect[data-site='6'][data-source='1']").click()
+    weight = results["models"][1]["sites"][6]["weights"][1]
+    assert find(browser, "#cell").text == f"layer 3, attention (site 6) on block 1: mean weight {weight:.3f}"
+    # Blocks of three: in front of sites 4 and 6, which are the first ones read in theirs
+    lines = [float(line.get_attribute("y1")) for line in all_of(browser, "#map .boundary")]
+    rows = [float(find(browser, f"#map rect[data-site='{site}']").get_attribute("y")) for site in (4, 6)]
+    assert lines == rows and browser.get_log("browser") == []

@@ -5,10 +5,10 @@ import shlex
 from pathlib import Path
 
 import pytest
+from tiny_models import FAMILIES
 from typer.testing import CliRunner
 
 from attnres.cli import app
-from attnres.configuration_attnres import BASE_FAMILIES
 from attnres.modeling_attnres import AttnResForCausalLM
 
 
@@ -27,7 +27,7 @@ def test_python_examples(tmp_path, monkeypatch):
 
 
 def test_every_family_is_listed():
-    assert set(re.findall(r"^\| (\w+) \| \de-", README, flags=re.MULTILINE)) == BASE_FAMILIES.keys()
+    assert set(re.findall(r"^\| (\w+) \| \de-", README, flags=re.MULTILINE)) == FAMILIES.keys()
 
 
 @pytest.mark.parametrize("command", sorted(set(re.findall(r"`(attnres [a-z]+[^`]*)`", README))))

@@ -29,14 +29,13 @@ def loss_and_grads(model, input_ids):
 @pytest.mark.parametrize("block_size", [1, 2, 3, 8])
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
 def test_gradient_checkpointing_changes_nothing(family, block_size, use_reentrant, input_ids):
-    """But the order in which gradients are summed."""
+    """But the order in which gradients are summed, and for how many sites a block is scored at once."""
     with all_in_fp64():
         model = wide(randomize_queries(convert(tiny_base_model(family), block_size))).train()
         expected = UpToRounding(lambda: loss_and_grads(model, input_ids), model=model)
         model.gradient_checkpointing_enable({"use_reentrant": use_reentrant})
         loss, grads = loss_and_grads(model, input_ids)
     expected.check((loss, grads))
-    assert torch.equal(loss, expected.expected["result[0]"])
 
 
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])

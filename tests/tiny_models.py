@@ -3,7 +3,7 @@
 import math
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.depth_attention import depth_attention_reference
@@ -126,38 +126,43 @@ def randomize_queries(model, scale: float = 0.3):
     return model
 
 
+class Reference:
+    """The definition of Block AttnRes in loops, on a native model of the base with the weights of an `AttnResModel`.
+
+    The native layers of a PreNorm decoder keep their residual stream. Only what their norms are given is changed: the
+    mix of what the sublayers in front have added to the stream, which is told by its differences.
+    """
+
+    def __init__(self, model):
+        self.config = model.config
+        self.queries = model.depth_queries.query * model.depth_queries.key_norm
+        base_config = model.config.to_base_config()
+        base_config._attn_implementation = model.config._attn_implementation
+        self.native = AutoModel.from_config(base_config, dtype=model.dtype).train(model.training)
+        self.native.load_state_dict({k: v for k, v in model.state_dict().items() if "depth_queries" not in k})
+        for layer in self.native.layers:
+            layer.input_layernorm.register_forward_pre_hook(self.read_depth)
+            layer.post_attention_layernorm.register_forward_pre_hook(self.read_depth)
+        self.native.norm.register_forward_pre_hook(self.read_depth)
+
+    def __call__(self, input_ids):
+        """The hidden states, and the depth weights of all sites."""
+        self.states, self.weights = [], []
+        return self.native(input_ids, use_cache=False).last_hidden_state, self.weights
+
+    def read_depth(self, norm, args):
+        self.states.append(args[0])
+        site, size = len(self.states) - 1, self.config.attn_res_block_size
+        outputs = [after - before for before, after in zip(self.states, self.states[1:])]
+        sources = [self.states[0], *(sum(outputs[first : first + size]) for first in range(0, site, size))]
+        mix, weights = depth_attention_reference(self.queries[site], sources, self.config.attn_res_norm_eps)
+        self.weights.append(weights)
+        return (mix * (len(sources) if self.config.attn_res_scale_norm_eps else 1),)
+
+
 def reference_hidden_states(model, input_ids):
-    """The definition of Block AttnRes in loops, on the sublayers of an `AttnResModel`, and all depth weights."""
-    from transformers.masking_utils import create_masks_for_generate
-
-    config, queries = model.config, model.depth_queries.query * model.depth_queries.key_norm
-    embeds = model.embed_tokens(input_ids) * (model.embedding_multiplier or 1.0)
-    positions = torch.arange(input_ids.shape[1])[None]
-    masks = create_masks_for_generate(config, embeds, None, None, positions)
-    rope = model.rotary_emb(embeds, positions) if model.rotary_emb is not None else None
-    outputs, all_weights = [], []
-
-    def read(site):
-        size = config.attn_res_block_size
-        blocks = [sum(outputs[first : min(first + size, site)]) for first in range(0, site, size)]
-        mix, weights = depth_attention_reference(queries[site], [embeds, *blocks], config.attn_res_norm_eps)
-        all_weights.append(weights)
-        return mix
-
-    for i, layer in enumerate(model.layers):
-        output = layer.attend(
-            layer.input_layernorm(read(2 * i)),
-            past_key_values=None,
-            attention_mask=masks[config.layer_types[i]] if isinstance(masks, dict) else masks,
-            position_ids=positions,
-            position_embeddings=rope,
-            use_cache=False,
-        )
-        outputs.append(output * (layer.residual_multiplier or 1.0))
-        output = layer.mlp(layer.post_attention_layernorm(read(2 * i + 1)))
-        output = output[0] if isinstance(output, tuple) else output
-        outputs.append(output * (layer.residual_multiplier or 1.0))
-    return model.norm(read(config.num_sites - 1)), all_weights
+    """The hidden states and all depth weights of an `AttnResModel` by definition."""
+    return Reference(model)(input_ids)
 
 
 def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:

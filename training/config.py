@@ -29,7 +29,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from ..configuration_attnres import BASE_FAMILIES, base_config_class
+from ..configuration_attnres import base_config_class
 from .adapters import lora_config, queries_config
 from .trainer import AttnResTrainingArguments
 
@@ -283,8 +283,6 @@ def make_adapter(arguments: FinetuneArguments, model_config: PreTrainedConfig) -
 def cannot_pack(model_config: PreTrainedConfig) -> str | None:
     """Why documents in one row would not be kept apart, or `None` if positions that start again do keep them apart."""
     base_model_type = getattr(model_config, "base_model_type", model_config.model_type)
-    if base_model_type not in BASE_FAMILIES:
-        return f"it has not been shown that a {base_model_type} keeps packed documents apart"
     if MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]._is_stateful:
         return f"the layers of a {base_model_type} that carry a state would carry it from one document to the next"
     return None

@@ -1,0 +1,419 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The residual stream as an object: what the layers of a base get in place of the tensor.
+
+A decoder treats its residual stream in two ways only. It adds the output of a sublayer to it, and it reads it. A
+`DepthStream` keeps what was added apart, and lets every read attend over it (arXiv 2603.15031, equations 2 to 6):
+
+    stream + output    writes: a new stream whose open block has one more output
+    anything else      reads: the mix over depth at this site, a plain tensor
+
+A *site* is a place between two writes; site 0 is in front of the first one, and the last site is where the final norm
+reads. After every `block_size` writes the sum of their outputs becomes a source of its own, a closed block; the first
+source is the embedding. A stream is a value, as a tensor is: nothing changes one that exists, so what recomputes a
+layer (activation checkpointing) or hands streams about (FSDP, pipelines) computes the same again.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils import _pytree as pytree
+
+from .depth_attention import (
+    BlockCache,
+    depth_weights,
+    has_kernel,
+    mix_and_norm,
+    norm_of,
+    read_and_norm,
+    source_scores,
+)
+
+
+@dataclass
+class DepthRecorder:
+    """What is to be seen of the reads and writes of one forward pass, and what is to be left out.
+
+    Pass one to a model as `depth_recorder=`. With a recorder every read computes its weights, without block cache.
+    """
+
+    # By site: the source that the softmax leaves out there
+    masked_source: dict[int, int] = field(default_factory=dict)
+    # By site, `[batch, seq, sources]`: the embedding, the closed blocks, and the partial sum if a block is open
+    weights: dict[int, torch.Tensor] = field(default_factory=dict)
+    # By the site in front of it, `[batch, seq, hidden]`: what a sublayer has written; `None`: not kept
+    outputs: dict[int, torch.Tensor] | None = field(default_factory=dict)
+
+
+@dataclass(eq=False)  # a dataclass, as FSDP2 looks for tensors in these
+class DepthStream:
+    """The sources of the reads over depth, at one site.
+
+    Args:
+        queries: the folded queries of all sites, `[sites, hidden]`.
+        blocks: the embedding and the sum of every closed block, each `[batch, seq, hidden]`.
+        partial: the sum of the outputs in the open block, or `None` if a block has just been closed.
+        site: the number of writes so far.
+        block_size: writes per block.
+        eps: epsilon of the RMSNorm on the keys.
+        sums: whether a read is multiplied by its number of sources, so that queries of zero read the sum of all.
+        cast: what a reader has asked for by `.to(dtype)`, given to the next read or write.
+        recorder: of this forward pass, if there is one.
+    """
+
+    queries: torch.Tensor
+    blocks: tuple[torch.Tensor, ...]
+    partial: torch.Tensor | None = None
+    site: int = 0
+    block_size: int = 1
+    eps: float = 1e-6
+    sums: bool = False
+    cast: torch.dtype | None = None
+    recorder: DepthRecorder | None = None
+
+    def __post_init__(self):
+        # Kept from read to read, and computed again where only the fields have come along
+        self.mix: torch.Tensor | None = None
+        self.scores: tuple[tuple[int, tuple[torch.Tensor, ...]], ...] = ()  # per block: of which sites on, by site
+        self.scored_until: int | None = None  # up to which site blocks are scored at once; `None`: all
+        # The blocks may be in the memory of a cache that has others, of a stream that has gone further
+        self.cache: BlockCache | None = None
+        self.cache_pass, self.is_cached = 0, False
+
+    # Writing
+
+    def write(self, output: torch.Tensor) -> "DepthStream":
+        """The stream with one more output, `[batch, seq, hidden]`; closes the block if this is its last."""
+        read_as = torch.promote_types(self.dtype, output.dtype)  # as a sum of tensors has it
+        dtype = torch.promote_types(read_as, self.newest.dtype)
+        if self.newest.dtype != dtype:
+            return self._widened(dtype).write(output)
+        if output.dtype != dtype:
+            output = output.to(dtype)
+        cast = None if read_as == dtype else read_as
+        if self.recorder is not None and self.recorder.outputs is not None:
+            self.recorder.outputs[self.site] = output
+        partial = output if self.partial is None else self.partial + output
+        site = self.site + 1
+        if site % self.block_size:
+            return self._with(self.blocks, partial, site, cast, self.is_cached)
+        cache = self._usable_cache(partial)
+        if cache is not None:
+            return self._with((*self.blocks, cache.append(partial)), None, site, cast, is_cached=True)
+        new = self._with((*self.blocks, partial), None, site, cast, is_cached=False)
+        # Not when it is read: that may be in a layer that is computed again, which has to do the same again
+        if site < (len(self.queries) if self.scored_until is None else self.scored_until):
+            new._scores_of_blocks()
+        return new
+
+    def _with(self, blocks, partial, site: int, cast: torch.dtype | None, is_cached: bool) -> "DepthStream":
+        new = type(self)(
+            self.queries, blocks, partial, site, self.block_size, self.eps, self.sums, cast, self.recorder
+        )
+        new.scores, new.scored_until = self.scores, self.scored_until
+        new.cache, new.cache_pass, new.is_cached = self.cache, self.cache_pass, is_cached
+        return new
+
+    def _widened(self, dtype: torch.dtype) -> "DepthStream":
+        """The stream with sources of a dtype that holds all their numbers: they are all of one."""
+        return self if self.newest.dtype == dtype else self.on_sources(lambda source: source.to(dtype))
+
+    # Reading
+
+    @property
+    def sources(self) -> tuple[torch.Tensor, ...]:
+        return self.blocks if self.partial is None else (*self.blocks, self.partial)
+
+    def read(self, norm: nn.Module | None = None) -> torch.Tensor:
+        """The mix over depth at this site, `[batch, seq, hidden]`, with the norm that reads it if that is given."""
+        if self.cast is not None and norm is not None:
+            return norm_of(norm, self.read())
+        # With gradients it is computed again, as a layer is in activation checkpointing
+        mix = None if torch.is_grad_enabled() else self.mix
+        if mix is None and len(self.blocks) == 1 and self.partial is None and self.recorder is None:
+            mix = self.blocks[0]  # the softmax over one source is 1
+        if mix is not None:
+            mix = mix if self.cast is None else mix.to(self.cast)
+            return mix if norm is None else norm_of(norm, mix)
+        cache = self._usable_cache(self.newest)
+        if cache is not None:
+            result = cache.read(self.site, self.partial, norm, self._factor())
+        else:
+            result = self._read_sources(norm)
+        if self.cast is not None:
+            result = result.to(self.cast)
+        if norm is None:
+            self.mix = result
+        return result
+
+    def _factor(self) -> int:
+        return len(self.sources) if self.sums else 1
+
+    def _read_sources(self, norm: nn.Module | None) -> torch.Tensor:
+        scores = self._scores_of_blocks()
+        masked = None if self.recorder is None else self.recorder.masked_source.get(self.site)
+        if self.recorder is None and self.partial is not None and has_kernel(norm, self.partial):
+            query = self.queries[self.site]
+            return read_and_norm(query, self.sources, scores, self.eps, norm, self._factor())[0]
+        if self.partial is not None:
+            query = self.queries[self.site : self.site + 1]
+            scores.append(source_scores(query, self.partial, self.eps)[..., 0])
+        weights = depth_weights(scores, masked)
+        if self.recorder is not None:
+            self.recorder.weights[self.site] = weights
+        return mix_and_norm(weights * len(scores) if self.sums else weights, self.sources, norm)
+
+    def _scores_of_blocks(self) -> list[torch.Tensor]:
+        """Of every closed block for this site, `[batch, seq]`: a block is scored for all later sites at once."""
+        scores, end = self.scores, self.scored_until
+        if end is not None and self.site >= end:
+            scores, end = (), None
+        if torch.is_grad_enabled():  # where scores of somebody who has looked on under `no_grad` are of no use
+            wanted = [self.queries.requires_grad or block.requires_grad for block in self.blocks]
+            if any(of_block and not columns[0].requires_grad for of_block, (_, columns) in zip(wanted, scores)):
+                scores = ()
+        for block in self.blocks[len(scores) :]:
+            # A tensor for each site: slices, taken where they are read, would have gradients as large as the whole
+            columns = source_scores(self.queries[self.site : end], block, self.eps).unbind(-1)
+            scores = (*scores, (self.site, columns))
+        self.scores, self.scored_until = scores, end
+        return [columns[self.site - first] for first, columns in scores]
+
+    # The block cache
+
+    def keep_in(self, cache: BlockCache) -> "DepthStream":
+        """The stream with its closed blocks in a block cache, which makes reads faster where no gradients are wanted.
+
+        Raises:
+            RuntimeError: at a later read, if the cache has been given to another forward pass in the meantime.
+        """
+        cache.start(self.queries, self.newest, self.block_size, self.eps)
+        blocks = tuple(cache.append(block) for block in self.blocks)
+        new = self._with(blocks, self.partial, self.site, self.cast, is_cached=True)
+        new.cache, new.cache_pass = cache, cache.num_passes
+        if self.site == 0:
+            new.mix = self.newest  # not the copy, which the next forward pass overwrites
+        return new
+
+    def _usable_cache(self, source: torch.Tensor) -> BlockCache | None:
+        """The block cache, if it holds the blocks of this stream and not those of one that has gone further.
+
+        Args:
+            source: what is to be read or kept, which has to be of the dtype of the cache.
+        """
+        self._check_memory()
+        is_current = self.is_cached and len(self.cache) == len(self.blocks)
+        return self.cache if is_current and source.dtype == self.cache.values.dtype else None
+
+    def _check_memory(self):
+        if self.cache is not None and self.cache.num_passes != self.cache_pass:
+            raise RuntimeError(
+                f"This residual stream (site {self.site}) is of an earlier forward pass: its blocks are no longer in"
+                " memory. Read it before the model runs again."
+            )
+
+    def __reduce__(self):
+        """Copies and pickles have the fields, and not the cache, whose parts share their memory."""
+        self._check_memory()
+        return type(self), tuple(getattr(self, of_dataclass.name) for of_dataclass in fields(self))
+
+    # As a tensor
+
+    def on_sources(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DepthStream":
+        """The stream with a function on every source: one that is linear and keeps the hidden dimension."""
+        self._check_memory()
+        partial = None if self.partial is None else function(self.partial)
+        new = replace(self, blocks=tuple(function(block) for block in self.blocks), partial=partial)
+        new.cache, new.cache_pass = self.cache, self.cache_pass  # the function may have returned views
+        return new
+
+    def to(self, *args, **kwargs) -> "DepthStream":
+        """As of a tensor. Neither is a read: a dtype is remembered for the next one, a device moves the sources."""
+        device, dtype = kwargs.get("device"), kwargs.get("dtype")
+        for arg in args:
+            if isinstance(arg, torch.dtype):
+                dtype = arg
+            elif isinstance(arg, (torch.device, str, int)) and not isinstance(arg, bool):
+                device = arg
+            elif hasattr(arg, "dtype"):
+                dtype, device = arg.dtype, arg.device
+        stream = self
+        if dtype is not None and dtype != self.dtype:
+            stream = self._with(self.blocks, self.partial, self.site, dtype, self.is_cached)
+        if device is not None and torch.device(device) != self.device:
+            non_blocking = kwargs.get("non_blocking", False)
+            moved = stream.on_sources(lambda source: source.to(device, non_blocking=non_blocking))
+            moved = replace(moved, queries=stream.queries.to(device, non_blocking=non_blocking))
+            moved.scored_until = stream.scored_until
+            stream = moved if stream.cache is None else moved.keep_in(BlockCache())
+        return stream
+
+    def reshape(self, *shape):
+        shape = tuple(shape[0]) if isinstance(shape[0], (tuple, list)) else shape
+        if shape[-1] == self.shape[-1]:
+            return self.on_sources(lambda source: source.reshape(shape))
+        return self.read().reshape(shape)
+
+    view = reshape
+
+    def contiguous(self) -> "DepthStream":
+        return self
+
+    @property
+    def newest(self) -> torch.Tensor:
+        return self.blocks[-1] if self.partial is None else self.partial
+
+    @property
+    def shape(self) -> torch.Size:
+        return self.newest.shape
+
+    @property
+    def ndim(self) -> int:
+        return self.newest.ndim
+
+    @property
+    def device(self) -> torch.device:
+        return self.newest.device
+
+    @property
+    def is_cuda(self) -> bool:
+        return self.newest.is_cuda
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.newest.dtype if self.cast is None else self.cast
+
+    @property
+    def requires_grad(self) -> bool:
+        return self.newest.requires_grad
+
+    def size(self, *args):
+        return self.newest.size(*args)
+
+    def dim(self) -> int:
+        return self.newest.dim()
+
+    def is_floating_point(self) -> bool:
+        return True
+
+    def __add__(self, other):
+        return self.write(other) if self._is_output(other) else self.read() + _read_all(other)
+
+    __radd__ = __add__
+    __iadd__ = __add__
+
+    def _is_output(self, other: Any) -> bool:
+        return isinstance(other, torch.Tensor) and other.shape == self.shape
+
+    def __mul__(self, other):
+        if self._is_number(other):
+            return self.on_sources(lambda source: source * other)
+        return self.read() * _read_all(other)
+
+    __rmul__ = __mul__
+    __imul__ = __mul__
+
+    def _is_number(self, other: Any) -> bool:
+        if isinstance(other, torch.Tensor):
+            return (
+                other.ndim <= 1 and other.numel() == 1
+            )  # of more dimensions it goes with the tokens, if there is one
+        return not isinstance(other, DepthStream)
+
+    def __sub__(self, other):
+        return self.read() - other
+
+    def __getitem__(self, index):
+        return self.read()[index]
+
+    def __len__(self) -> int:
+        return len(self.newest)
+
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        name = getattr(function, "__name__", "")
+        if name in ("add", "__add__", "__radd__", "__iadd__") and len(args) == 2 and not kwargs:
+            stream, output = args if isinstance(args[0], cls) else args[::-1]
+            if stream._is_output(output):
+                return stream.write(output)  # not `+`, which a compiler brings back here
+        if name in ("mul", "__mul__", "__rmul__", "__imul__") and len(args) == 2 and not kwargs:
+            stream, number = args if isinstance(args[0], cls) else args[::-1]
+            if stream._is_number(number):
+                return stream.on_sources(lambda source: source * number)
+        if name == "dropout" and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
+            return args[0] if args else kwargs["input"]
+        if name.endswith("_") and not name.endswith("__"):
+            raise TypeError(f"`{name}` works in place, and the residual stream of an AttnRes model is a value.")
+        return function(*_read_all(args), **{name: _read_all(value) for name, value in kwargs.items()})
+
+
+def _read_all(value: Any) -> Any:
+    if isinstance(value, DepthStream):
+        return value.read()
+    return type(value)(_read_all(item) for item in value) if type(value) in (tuple, list) else value
+
+
+def _reading(name: str) -> Callable:
+    def method(self: DepthStream, *args, **kwargs):
+        return getattr(self.read(), name)(*args, **kwargs)
+
+    return method
+
+
+# By name, as a compiler recurses in `__getattr__`
+for _name in (
+    *("abs", "chunk", "clone", "detach", "dropout", "expand", "flatten", "masked_fill", "matmul", "mean", "norm"),
+    *("numel", "permute", "pow", "split", "square", "stride", "sum", "transpose", "type_as", "unsqueeze"),
+    "__truediv__",
+):
+    setattr(DepthStream, _name, _reading(_name))
+for _name, _dtype in (("float", "float32"), ("double", "float64"), ("half", "float16"), ("bfloat16", "bfloat16")):
+    setattr(DepthStream, _name, lambda self, _dtype=_dtype: self.to(getattr(torch, _dtype)))
+
+
+# For export, pipelines, and FSDP2 before torch 2.13
+pytree.register_pytree_node(
+    DepthStream,
+    lambda s: (
+        [s.queries, s.partial, *s.blocks],
+        (s.site, s.block_size, s.eps, s.sums, s.cast, s.recorder),
+    ),
+    lambda leaves, context: DepthStream(leaves[0], tuple(leaves[2:]), leaves[1], *context),
+    serialized_type_name=f"{__name__}.DepthStream",
+)
+
+
+def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
+    """Activation checkpointing of a layer: only tensors cross `checkpoint`, and each run has a stream of its own."""
+    # Before transformers 5.20 the stream may begin in here, as hooks of the layer run within its checkpoint
+    stream = args[0] if args and isinstance(args[0], DepthStream) else None
+    given = () if stream is None else (stream.queries, stream.partial, *stream.blocks)
+    others, num_known, written_as = args[1:] if given else args, max(len(given) - 2, 0), {}
+
+    def on_tensors(*tensors):
+        if stream is not None:
+            queries, partial, *blocks = tensors[: len(given)]
+            inner = replace(stream, queries=queries, partial=partial, blocks=tuple(blocks))
+            inner.scored_until = stream.scored_until
+            tensors = inner, *tensors[len(given) :]
+        output = function(*tensors)
+        written, *rest = output if isinstance(output, tuple) else (output,)
+        if not isinstance(written, DepthStream):
+            return output
+        names = ("site", "block_size", "eps", "sums", "cast", "recorder")
+        written_as.update({name: getattr(written, name) for name in names}, dtype=written.newest.dtype)
+        written_as.update(rest=len(rest), is_tuple=isinstance(output, tuple))
+        return None if given else written.queries, written.partial, *rest, *written.blocks[num_known:]
+
+    outputs = checkpoint(on_tensors, *given, *others)
+    if not written_as:  # the layer's hook says what is wrong with that
+        return outputs
+    queries, partial, *outputs = outputs
+    dtype, num_rest, is_tuple = (written_as.pop(name) for name in ("dtype", "rest", "is_tuple"))
+    known = () if stream is None else stream._widened(dtype).blocks
+    blocks = (*known, *outputs[num_rest:])
+    new = DepthStream(given[0] if given else queries, blocks, partial, **written_as)
+    return (new, *outputs[:num_rest]) if is_tuple else new

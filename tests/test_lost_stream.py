@@ -1,0 +1,233 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""Ways to lose or corrupt the residual stream: each is an error that says where, or computes what it should."""
+
+import copy
+import io
+import pickle
+import threading
+
+import pytest
+import torch
+from rounding import UpToRounding
+from tiny_models import convert, randomize_queries, reference_hidden_states, tiny_base_config, tiny_base_model
+from transformers import DynamicCache
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer
+
+from attnres import AttnResConfig, AttnResForCausalLM
+
+
+LOST = "a LlamaDecoderLayer does more to its residual stream than to add outputs to it and to read it"
+
+
+@pytest.fixture
+def edited(monkeypatch):
+    """Put another way to add a sublayer's output to the stream into Llama's layers."""
+
+    def edit(add):
+        def forward(self, hidden_states, **kwargs):
+            output, _ = self.self_attn(hidden_states=self.input_layernorm(hidden_states), **kwargs)
+            hidden_states = add(hidden_states, output)
+            return add(hidden_states, self.mlp(self.post_attention_layernorm(hidden_states)))
+
+        monkeypatch.setattr(LlamaDecoderLayer, "forward", forward)
+
+    return edit
+
+
+def in_place(stream, output):
+    stream += output
+    return stream
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        lambda stream, output: stream * torch.ones(32) + output,
+        lambda stream, output: stream.detach() + output,
+        lambda stream, output: torch.nn.functional.layer_norm(stream + output, (32,)),
+        lambda stream, output: stream.clone() + output,
+        lambda stream, output: 2 * output,
+        lambda stream, output: torch.stack([stream, output]).sum(0),
+        lambda stream, output: stream[:, :] + output,
+        lambda stream, output: stream - (-output),
+        lambda stream, output: torch.nn.functional.dropout(stream, 0.5) + output,
+        lambda stream, output: stream + 1.0 + output,
+    ],
+    ids="gated detached normed cloned dropped stacked sliced subtracted dropout shifted".split(),
+)
+def test_what_loses_the_stream_is_an_error(edited, add, input_ids):
+    """When a config is made, and when a model runs whose base was edited afterwards. At zero queries the numbers
+    would be right, so nothing but the stream itself can tell."""
+    model = convert(tiny_base_model("llama"), 3)
+    edited(add)
+    with pytest.raises(ValueError, match=f"`base_model_type='llama'` is not supported: {LOST}"):
+        AttnResConfig.from_base_config(tiny_base_config("llama"))
+    for grad in (True, False):
+        with (
+            torch.set_grad_enabled(grad),
+            pytest.raises(ValueError, match="should have handed on the residual stream"),
+        ):
+            model(input_ids)
+
+
+@pytest.mark.parametrize(
+    "add",
+    [
+        in_place,
+        lambda stream, output: output + stream,
+        lambda stream, output: torch.add(stream, output),
+        lambda stream, output: 0.5 * stream + output,
+        lambda stream, output: (stream.view(-1, 32) + output.view(-1, 32)).view(output.shape),
+        lambda stream, output: stream.to(torch.float32).float().contiguous() + output,
+    ],
+    ids="in_place reversed function scaled view cast".split(),
+)
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_other_ways_to_add_are_right(edited, add, block_size, input_ids):
+    edited(add)
+    base_model = tiny_base_model("llama")
+    model = convert(base_model, block_size)
+    of_base = UpToRounding(lambda: base_model(input_ids).logits, model=base_model)
+    of_base.check(model(input_ids).logits)
+    with torch.no_grad():
+        of_base.check(model(input_ids).logits)
+        # both ways to read, where the queries count
+        randomize_queries(model)
+        plain = UpToRounding(lambda: model(input_ids, output_depth_attentions=True).logits, model=model)
+        plain.check(model(input_ids).logits)
+
+
+def test_an_addition_in_place_of_a_tensor_is_an_error(edited, input_ids):
+    """The tensor would stay as it is for those who hold it."""
+    model = convert(tiny_base_model("llama"), 3)
+    edited(lambda stream, output: output.add_(stream))
+    with pytest.raises(
+        TypeError, match="`add_` works in place, and the residual stream of an AttnRes model is a value"
+    ):
+        model(input_ids)
+
+
+def test_layers_that_are_left_out_or_run_twice(input_ids):
+    model = convert(tiny_base_model("llama"), 3)
+    layers = list(model.model.layers)
+    for order, sites in (
+        ([0, 2, 3], "4, and was given it at site 2"),
+        ([0, 1, 1, 2], "2, and was given it at site 4"),
+    ):
+        model.model.layers = torch.nn.ModuleList([layers[i] for i in order])
+        with pytest.raises(ValueError, match=f"has to be given the residual stream at site {sites}"):
+            model(input_ids)
+    with pytest.raises(ValueError, match="at site 2, and was given a Tensor"):
+        layers[1](torch.zeros(1, 2, 32))
+
+
+def test_a_config_that_was_changed_behind_a_model(input_ids):
+    model = convert(tiny_base_model("llama"), 3)
+    model.config.attn_res_block_size = 2
+    with pytest.raises(
+        ValueError, match="`attn_res_block_size=2` was set in the config of a model that was made with 3"
+    ):
+        model(input_ids)
+
+
+def test_number_of_layers_is_probed_again(input_ids):
+    """Also where a config was read from a file of other layers."""
+    config = AttnResConfig.from_base_config(tiny_base_config("llama"), block_size=3)
+    config.num_hidden_layers = 2
+    assert config.num_sites == 5 and AttnResForCausalLM(config)(input_ids).logits.shape == (3, 11, 97)
+    config = AttnResConfig.from_dict({**config.to_dict(), "attn_res_sublayers": [2, 1]})
+    with pytest.raises(
+        ValueError, match="should have handed on the residual stream at site 3, and handed on it at site 4"
+    ):
+        AttnResForCausalLM(config)(input_ids)
+
+
+def test_an_exception_in_the_middle(input_ids):
+    """What comes after it computes what it should, with the same KV cache and without one."""
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    cache = DynamicCache(config=model.config)
+    with torch.no_grad():
+        expected = UpToRounding(lambda: model(input_ids).logits, model=model)
+        model(input_ids[:, :-1], past_key_values=cache)
+        handle = model.model.layers[2].mlp.register_forward_hook(lambda *args: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            model(input_ids[:, -1:], past_key_values=DynamicCache(config=model.config))
+        with pytest.raises(ZeroDivisionError):
+            model(input_ids)
+        handle.remove()
+        last = model(input_ids[:, -1:], past_key_values=cache).logits
+        expected.check(model(input_ids).logits)
+        UpToRounding(lambda: model(input_ids).logits[:, -1:], model=model).check(last)
+
+
+@pytest.mark.parametrize("how", ["deepcopy", "pickle", "torch.save"])
+def test_copies_are_models_of_their_own(how, input_ids):
+    model = randomize_queries(convert(tiny_base_model("qwen3_moe"), 3))
+    if how == "deepcopy":  # what transformers hangs on a model for this cannot be pickled
+        model.gradient_checkpointing_enable()
+        copied = copy.deepcopy(model)
+    elif how == "pickle":
+        copied = pickle.loads(pickle.dumps(model))
+    else:
+        file = io.BytesIO()
+        torch.save(model, file)
+        file.seek(0)
+        copied = torch.load(file, weights_only=False)
+    assert type(copied) is type(model) and type(copied.model) is type(model.model)
+    with torch.no_grad():
+        before = model(input_ids).logits
+        assert torch.equal(copied(input_ids).logits, before)
+        copied.model.depth_queries.query.add_(1.0)
+        assert torch.equal(model(input_ids).logits, before) and not torch.equal(copied(input_ids).logits, before)
+        definition = UpToRounding(lambda: reference_hidden_states(copied.model, input_ids)[0], model=copied)
+        assert definition.ratios(copied.model(input_ids).last_hidden_state)["result"] < 100
+
+
+def test_threads_and_two_bases(input_ids, tmp_path):
+    """Loads, forward passes and generations of different bases at the same time."""
+    families = ["llama", "qwen3_moe", "mixtral", "granite"]
+    expected, actual, errors = {}, {}, []
+    for family in families:
+        model = randomize_queries(convert(tiny_base_model(family), 3))
+        model.save_pretrained(tmp_path / family)
+        with torch.no_grad():
+            expected[family] = model(input_ids).logits, model.generate(input_ids, max_new_tokens=4, do_sample=False)
+
+    def work(family, name):
+        try:
+            for _ in range(3):
+                model, info = AttnResForCausalLM.from_pretrained(tmp_path / family, output_loading_info=True)
+                assert not info["missing_keys"] and not info["unexpected_keys"]
+                with torch.no_grad():
+                    tokens = model.generate(input_ids, max_new_tokens=4, do_sample=False)
+                    actual[family, name] = model(input_ids).logits, tokens
+        except Exception as error:
+            errors.append((family, error))
+
+    threads = [threading.Thread(target=work, args=(family, name)) for family in families for name in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+    for (family, _), results in actual.items():
+        assert all(map(torch.equal, results, expected[family])), family
+
+
+def test_one_model_in_several_threads(input_ids):
+    model = randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    prompts = [input_ids[:, i : i + 5] for i in range(4)]
+    with torch.no_grad():
+        expected = [model.generate(prompt, max_new_tokens=6, do_sample=False) for prompt in prompts]
+    actual = [None] * 4
+
+    def work(i):
+        for _ in range(4):
+            actual[i] = model.generate(prompts[i], max_new_tokens=6, do_sample=False)
+
+    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert all(map(torch.equal, actual, expected))
