@@ -43,6 +43,7 @@ from transformers import AutoTokenizer, set_seed
 
 from ..conversion.checkpoint import hub_commit
 from ..fingerprint import checkpoint_fingerprint
+from . import cruxeval
 from .saved import CachedLM, Finished, ModelResults
 
 
@@ -282,6 +283,8 @@ def load_tasks(benchmark: Benchmark, manager: TaskManager) -> list:
             way_out = "look at the data set, or pass `--data-root`"
         raise Unavailable(f"{text} To mend it: {way_out}.") from error
     for task in tasks:
+        if task.config.task.startswith("cruxeval"):
+            cruxeval.put_into_sandbox(task)
         if getattr(task, "UNSAFE_CODE", False) and not in_sandbox(task):
             raise Unavailable(f"`{task.config.task}` runs generated code by means of its own, outside of the sandbox.")
     return tasks

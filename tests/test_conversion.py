@@ -72,7 +72,7 @@ def test_family(family, tmp_path):
     parity = report.verification.parities[0]
     assert parity.dtype == "float32" and parity.equal and parity.tolerance < 1e-3  # of logits around 1
     model, info = AutoModelForCausalLM.from_pretrained(tmp_path / "attnres", output_loading_info=True)
-    assert type(model) is AttnResForCausalLM and model.config.base_model_type == family
+    assert isinstance(model, AttnResForCausalLM) and model.config.base_model_type == family
     assert not any(info[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
     revert(tmp_path / "attnres", tmp_path / "again", verify=False)
     assert filecmp.cmp(tmp_path / "base/model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
@@ -387,12 +387,12 @@ BAD_SOURCES = {
     "config no object": (lambda d: (d / "config.json").write_text("[]"), "config.json` holds no JSON object"),
     "no model type": (lambda d: edit_json(d / "config.json", model_type=None), "names no `model_type`"),
     "unsupported": (
-        lambda d: edit_json(d / "config.json", model_type="olmo2"),
-        "`base_model_type='olmo2'` is not supported: it normalises what a sublayer writes",
+        lambda d: edit_json(d / "config.json", model_type="inkling2"),
+        "`base_model_type='inkling2'` is not supported: it is an attention-residual architecture already",
     ),
     "unknown": (
         lambda d: edit_json(d / "config.json", model_type="mystery"),
-        "`base_model_type='mystery'` is not supported: it has not been shown to be exact",
+        "`base_model_type='mystery'` is not supported: transformers \\S+ has no causal language model of this type",
     ),
     "wrong field": (
         lambda d: edit_json(d / "config.json", hidden_size="large"),

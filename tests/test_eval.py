@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 import yaml
 from benchmark_data import Answerer, tasks_without_data, write_data_root
+from datasets import Dataset
 from huggingface_hub import ModelCard
 from loopback_hub import LoopbackHub
 from peft import LoraConfig, get_peft_model
@@ -201,6 +202,45 @@ def test_a_task_that_runs_code_by_itself(manager, paper, monkeypatch):
         assert not in_sandbox(task)
         with pytest.raises(Unavailable, match="`humaneval` runs generated code by means of its own"):
             load_tasks(Benchmark("HumanEval", ("humaneval",), ""), manager)
+
+
+def test_cruxeval(manager, tmp_path):
+    """lm-eval executes predictions by means of its own; in the sandbox there is nothing but the prediction."""
+    doc = {"code": "def f(a, b=1):\n    return {a: [b, 'x']}", "input": "'q', b=2", "output": "{'q': [2, 'x']}"}
+    folder = tmp_path / "cruxeval-org/cruxeval"
+    folder.mkdir(parents=True)
+    Dataset.from_list([{**doc, "id": "made"}]).to_parquet(folder / "test.parquet")
+    answers = {
+        "cruxeval_output": {
+            "assert f('q', b=2) == {'q': [2, 'x']}": 1.0,
+            "assert f('q', b=2) == {'q': [2, 'y']}": 0.0,
+            "assert f('q', b=2) == 1 or True": 0.0,  # from here on what would pass as a part of the assertion
+            "assert f('q', b=2) == f('q', b=2)": 0.0,
+            "assert f('q', b=2) == type('E', (), {'__eq__': lambda a, b: True})()": 0.0,
+            "assert f('q', b=2) == __import__('os')._exit(0)": 0.0,
+            "assert f('q', b=2) == (": 0.0,
+        },
+        "cruxeval_input_cot": {
+            "assert f('q', 2) == {'q': [2, 'x']}": 1.0,
+            "assert f(*['q'], **{'b': 2}) == {'q': [2, 'x']}": 1.0,
+            "assert f('q') == {'q': [2, 'x']}": 0.0,
+            "assert f('q') == 1 or f('q', 2) == {'q': [2, 'x']}": 0.0,
+            "assert f(__import__('os')._exit(0)) == {'q': [2, 'x']}": 0.0,
+        },
+    }
+    with surroundings(tmp_path, allow_code_execution=True):
+        for name, scores in answers.items():
+            (task,) = load_tasks(Benchmark(name, (name,), ""), manager)
+            assert {answer: score_alone(task, answer) for answer in scores} == scores
+
+
+def score_alone(task, answer):
+    """Of one answer to the first question of a task."""
+    (doc,) = task.test_docs()
+    filtered = [[answer]]
+    for step in task._filters[0].filters:
+        filtered = step().apply(filtered, [doc])
+    return task.process_results(doc, filtered)["pass@1"]
 
 
 def test_planted_errors(quick_eval):
