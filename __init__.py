@@ -35,8 +35,8 @@ _PUBLIC_NAMES = {
     "BlockCache": ".depth_attention",
     "DepthRecorder": ".depth_stream",
     "DepthStream": ".depth_stream",
-    "get_backend": ".depth_attention",
-    "set_backend": ".depth_attention",
+    "get_backend": ".depth_backends",
+    "set_backend": ".depth_backends",
 }
 __all__ = sorted(_PUBLIC_NAMES)
 

@@ -47,6 +47,17 @@ OPTIONAL_MODULES = {
     "statsmodels": "eval",
     "trl": "train",
 }
+# What results depend on
+ENVIRONMENT = (
+    "transformers",
+    "torch",
+    "triton",
+    "flash-linear-attention",
+    "accelerate",
+    "peft",
+    "datasets",
+    "lm-eval",
+)
 
 
 def show_version(wanted: bool):
@@ -64,6 +75,26 @@ def attnres(
     ] = False,
 ):
     """Attention Residuals for transformers."""
+
+
+@app.command()
+def env():
+    """Show versions, devices, and which code computes reads over depth on them and why."""
+    import platform
+    from importlib import metadata
+
+    from . import __version__
+    from .depth_backends import describe
+
+    print(f"attnres {__version__}, Python {platform.python_version()}, {platform.platform()}")
+    for package in ENVIRONMENT:
+        try:
+            print(f"{package} {metadata.version(package)}")
+        except metadata.PackageNotFoundError:
+            print(f"{package} not installed")
+    print("Reads over depth (ATTNRES_BACKEND chooses another way)")
+    for line in describe():
+        print(f"  {line}")
 
 
 @app.command()

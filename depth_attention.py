@@ -15,93 +15,21 @@ least fp32. The same read is written three times:
 - `BlockCache`: the two-phase computation of the paper for inference. Closed blocks are normalised once, read once per
   block by all its queries together (phase 1), and merged with the partial sum at every site (phase 2).
 
-On GPUs kernels take the place of the latter two, see `set_backend` and `triton_kernels`.
+On GPUs kernels take the place of the latter two, see `depth_backends`.
 """
 
-import functools
-import importlib
 import math
-import os
 import sys
 import weakref
 from collections.abc import Sequence
-from types import ModuleType
 
 import torch
 from torch import nn
 from torch.autograd.function import once_differentiable
-from transformers.utils import logging
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 
-
-logger = logging.get_logger(__name__)
-
-BACKENDS = ("auto", "reference", "torch", "triton")
-_backend = "auto"
-
-
-def set_backend(name: str):
-    """Choose how reads over depth are computed, in all models of this process.
-
-    Args:
-        name: `reference`, plain operations without a backward pass of their own or a block cache, to compare with;
-            `torch`; `triton`, kernels for GPUs, where tensors are on one, in fp32 or a half precision, and the model
-            is not compiled (a compiler fuses by itself), and `torch` otherwise; `auto`, the default, which is `triton`
-            on GPUs where a trial at the first read has shown that the kernels compute what `torch` does.
-
-    Raises:
-        ValueError: if there is no such backend, or not here.
-    """
-    global _backend
-    if name not in BACKENDS:
-        raise ValueError(f"`{name}` is no backend; there are {', '.join(BACKENDS)}.")
-    if name == "triton":
-        if not torch.cuda.is_available() and os.environ.get("TRITON_INTERPRET") != "1":
-            raise ValueError("The backend `triton` needs a GPU, or TRITON_INTERPRET=1 to try it slowly on a CPU.")
-        try:
-            kernels()
-        except ModuleNotFoundError as error:
-            raise ValueError("The backend `triton` needs Triton: pip install 'attnres[gpu]'") from error
-    _backend = name
-
-
-def get_backend() -> str:
-    """The name of the backend that `set_backend` has chosen."""
-    return _backend
-
-
-def kernels() -> ModuleType:
-    return importlib.import_module("attnres.triton_kernels")
-
-
-def use_kernels(tensor: torch.Tensor) -> bool:
-    if not tensor.is_cuda and not (_backend == "triton" and os.environ.get("TRITON_INTERPRET") == "1"):
-        return False
-    if _backend not in ("auto", "triton") or tensor.dtype == torch.float64 or torch.compiler.is_compiling():
-        return False
-    # Not for subclasses, which may have no memory of their own: fake tensors, distributed ones
-    return type(tensor) is torch.Tensor and (_backend == "triton" or kernels_work_on(tensor.device, tensor.dtype))
-
-
-@functools.cache
-def kernels_work_on(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether the kernels compute on this device what they should, tried on a few numbers.
-
-    Triton depends on the GPU, its driver and a compiler on the machine. Nothing is said where it is not installed;
-    where it fails, or computes something else, there is a warning.
-    """
-    try:
-        kernels().try_on(device, dtype)
-    except ModuleNotFoundError:
-        return False
-    except Exception as error:
-        logger.warning(
-            f"Reads over depth use plain torch for {dtype} on {device}, as a trial of Triton's kernels failed there"
-            f" (`attnres.set_backend('torch')` does without): {type(error).__name__}: {error}"
-        )
-        return False
-    return True
+from .depth_backends import get_backend, kernels, use_kernels
 
 
 def num_sources(site: int, block_size: int) -> int:
@@ -179,7 +107,7 @@ def source_scores(queries: torch.Tensor, source: torch.Tensor, eps: float) -> to
     Returns:
         `[batch, seq, sites]`.
     """
-    if _backend == "reference":
+    if get_backend() == "reference":
         values = source.to(torch.promote_types(source.dtype, torch.float32))
         keys = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
         return torch.stack([(keys * query).sum(-1) for query in queries], dim=-1)
@@ -272,7 +200,7 @@ def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: n
     Returns:
         `[batch, seq, hidden]`. With a norm the backward pass has no more to keep than weights and sources.
     """
-    if _backend == "reference":
+    if get_backend() == "reference":
         values = torch.stack(sources, dim=-2)
         mix = (weights.unsqueeze(-1) * values.to(weights.dtype)).sum(-2).to(values.dtype)
         return mix if norm is None else norm_of(norm, mix)

@@ -30,6 +30,7 @@ from .depth_attention import (
     read_and_norm,
     source_scores,
 )
+from .depth_backends import backend_of, fused_read
 
 
 @dataclass
@@ -104,7 +105,8 @@ class DepthStream:
             return self._with((*self.blocks, cache.append(partial)), None, site, cast, is_cached=True)
         new = self._with((*self.blocks, partial), None, site, cast, is_cached=False)
         # Not when it is read: that may be in a layer that is computed again, which has to do the same again
-        if site < (len(self.queries) if self.scored_until is None else self.scored_until):
+        last = len(self.queries) if self.scored_until is None else self.scored_until
+        if site < last and backend_of(partial) != "fla":
             new._scores_of_blocks()
         return new
 
@@ -152,6 +154,9 @@ class DepthStream:
         return len(self.sources) if self.sums else 1
 
     def _read_sources(self, norm: nn.Module | None) -> torch.Tensor:
+        if self.recorder is None and backend_of(self.newest) == "fla":
+            mix = fused_read(self.queries[self.site], self.sources, self.eps) * self._factor()
+            return mix if norm is None else norm_of(norm, mix)
         scores = self._scores_of_blocks()
         masked = None if self.recorder is None else self.recorder.masked_source.get(self.site)
         if self.recorder is None and self.partial is not None and has_kernel(norm, self.partial):

@@ -11,18 +11,15 @@ both, an `AttnResForCausalLM` and the base's `ForCausalLM`. Three places differ 
 - behind every layer stands a check that the stream has been handed on (`leave_layer`).
 """
 
-import contextvars
 import copy
 import functools
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import make_dataclass
 
 import torch
 from torch import nn
 from transformers import conversion_mapping
 from transformers import initialization as init
-from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -30,15 +27,15 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
-from transformers.utils import ModelOutput, logging
+from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .configuration_attnres import AttnResConfig, base_config_class, decoder_layers
-from .depth_attention import BlockCache, get_backend
+from .depth_attention import BlockCache
+from .depth_backends import get_backend
 from .depth_stream import DepthRecorder, DepthStream, checkpoint_stream
+from .generation_attnres import AttnResGenerationMixin, with_depth_attentions
 
-
-logger = logging.get_logger(__name__)
 
 # What a checkpoint that carries its code (`register_for_auto_class`) tells the Auto classes
 REMOTE_CODE_AUTO_MAP = {
@@ -312,7 +309,7 @@ def _with_depth_attentions(base_forward: Callable) -> Callable:
         outputs = base_forward(self, *args, return_dict=True, output_depth_attentions=False, **kwargs)
         _check_recorded(self, depth_recorder)
         weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
-        outputs = _output_class(type(outputs))(**_with_tensors(outputs), depth_attentions=weights)
+        outputs = with_depth_attentions(type(outputs))(**_with_tensors(outputs), depth_attentions=weights)
         return outputs if return_dict else outputs.to_tuple()
 
     return forward
@@ -338,13 +335,6 @@ def _with_tensors(outputs):
 
 def _read(value):
     return value.read() if isinstance(value, DepthStream) else value
-
-
-@functools.cache
-def _output_class(base: type[ModelOutput]) -> type[ModelOutput]:
-    """A class of outputs with `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site."""
-    fields = [("depth_attentions", tuple[torch.FloatTensor, ...] | None, None)]
-    return make_dataclass(f"AttnRes{base.__name__}", fields, bases=(base,))
 
 
 # trf-ignore: TRF057
@@ -491,12 +481,8 @@ def _describe(stream) -> str:
     return f"it at site {stream.site}" if isinstance(stream, DepthStream) else f"a {type(stream).__name__}"
 
 
-# Of the generation that runs in this thread, if they are wanted
-_DEPTH_ATTENTIONS_OF_STEPS = contextvars.ContextVar("depth_attentions_of_steps", default=None)
-
-
 # trf-ignore: TRF057
-class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
+class AttnResForCausalLM(AttnResPreTrainedModel, AttnResGenerationMixin):
     """The base's causal language model, with reads over depth.
 
     `generate(output_depth_attentions=True, return_dict_in_generate=True)` returns `depth_attentions` as it returns
@@ -509,78 +495,6 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
     @classmethod
     def class_of_base(cls, config: AttnResConfig) -> type[PreTrainedModel]:
         return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(config.base_model_type)]
-
-    @functools.wraps(GenerationMixin.generate)
-    def generate(self, *args, **kwargs):
-        wanted = kwargs.pop("output_depth_attentions", getattr(self.config, "output_depth_attentions", False))
-        if wanted:
-            self.check_depth_attentions_of_generation(*args, **kwargs)
-        # Set without a wish as well: this may be the assistant of a model of which they are wanted
-        token = _DEPTH_ATTENTIONS_OF_STEPS.set([] if wanted else None)
-        try:
-            outputs = super().generate(*args, **kwargs)
-            steps = _DEPTH_ATTENTIONS_OF_STEPS.get()
-        finally:
-            _DEPTH_ATTENTIONS_OF_STEPS.reset(token)
-        if not isinstance(outputs, (GenerateDecoderOnlyOutput, GenerateBeamDecoderOnlyOutput)) or not wanted:
-            return outputs
-        return _output_class(type(outputs))(**outputs, depth_attentions=tuple(steps))
-
-    @functools.wraps(GenerationMixin.generate_batch)
-    def generate_batch(self, inputs, *args, **kwargs):
-        return super().generate_batch(self.check_requests(inputs), *args, **kwargs)
-
-    def check_requests(self, inputs: Sequence[Sequence[int]]) -> list[list[int]]:
-        """The prompts as lists; a `ValueError` for one that would take down the thread that generates all of them."""
-        if isinstance(inputs, str) or not isinstance(inputs, Sequence):
-            raise ValueError(f"`inputs` must be a list of prompts, each a list of token ids, not {inputs!r}.")
-        prompts = []
-        for index, prompt in enumerate(inputs):
-            prompt = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
-            if isinstance(prompt, str) or not isinstance(prompt, Sequence):
-                raise ValueError(f"`inputs[{index}]={prompt!r}` must be a list of token ids.")
-            if not prompt:
-                raise ValueError(f"`inputs[{index}]` is empty: a prompt needs at least one token.")
-            for token in prompt:
-                if isinstance(token, bool) or not isinstance(token, int):
-                    raise ValueError(f"`inputs[{index}]` has {token!r} among its token ids, which must be ints.")
-                if not 0 <= token < self.config.vocab_size:
-                    last = self.config.vocab_size - 1
-                    raise ValueError(f"`inputs[{index}]` has the token id {token}; this model's go from 0 to {last}.")
-            prompts.append(list(prompt))
-        return prompts
-
-    def check_depth_attentions_of_generation(self, inputs=None, generation_config=None, *args, **kwargs):
-        """Raise a `ValueError` if they would not be of every token once; warn if they would not be returned."""
-        generation_config = generation_config or self.generation_config
-
-        def option(name: str):
-            value = kwargs.get(name)
-            return getattr(generation_config, name, None) if value is None else value
-
-        for name in ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "prefill_chunk_size"):
-            if option(name) is not None:
-                raise ValueError(
-                    f"`output_depth_attentions=True` cannot be combined with `{name}`, which runs the model on several"
-                    " tokens at a time: generate without one of them, or run the model on what was generated."
-                )
-        if not option("return_dict_in_generate"):
-            logger.warning(
-                "`output_depth_attentions=True` does nothing in `generate` without `return_dict_in_generate=True`."
-            )
-
-    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
-        steps = _DEPTH_ATTENTIONS_OF_STEPS.get()
-        if steps is not None:
-            steps.append(outputs.depth_attentions)
-        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
-
-    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the names of the arguments
-    def prepare_inputs_for_generation(self, *args, **kwargs):
-        model_inputs = super().prepare_inputs_for_generation(*args, **kwargs)
-        if _DEPTH_ATTENTIONS_OF_STEPS.get() is not None:
-            model_inputs["output_depth_attentions"] = True
-        return model_inputs
 
 
 # The generic heads make their model through `AutoModel`, which knows nothing of code from a Hub repository

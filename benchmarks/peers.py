@@ -28,7 +28,8 @@ import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
 
 from attnres.benchmarks.twin import alternate, keep_freed_memory, machine  # noqa: E402
-from attnres.depth_attention import BlockCache, depth_attention_reference, set_backend  # noqa: E402
+from attnres.depth_attention import BlockCache, depth_attention_reference  # noqa: E402
+from attnres.depth_backends import set_backend  # noqa: E402
 from attnres.depth_stream import DepthStream  # noqa: E402
 from attnres.outputs import write_figure, write_file  # noqa: E402
 

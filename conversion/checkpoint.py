@@ -61,7 +61,7 @@ COMPANIONS = {
         *("tokenizer.model.v*", "chat_template.jinja", "chat_template.json", "params.json", "configuration.json"),
         *("preprocessor_config.json", "processor_config.json", "recipe.yaml", "quant*_config.json"),
         *("hf_quant_config.json", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
-        *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "depth_attention.py", "depth_stream.py"),
+        *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "generation_*.py", "depth_*.py"),
         *("README*.md", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*", "CITATION*", *REPORT_NAMES),
         ".gitattributes",
     ),

@@ -49,7 +49,10 @@ PIPELINE_TAGS = {
 # Of the base's metadata, what holds for a conversion of it
 INHERITED = ("license", "license_name", "license_link", "language")
 # What a checkpoint that carries its code consists of, see `modeling_attnres.REMOTE_CODE_AUTO_MAP`
-CODE_FILES = ("configuration_attnres.py", "depth_attention.py", "depth_stream.py", "modeling_attnres.py")
+CODE_FILES = (
+    *("configuration_attnres.py", "depth_attention.py", "depth_backends.py", "depth_stream.py"),
+    *("generation_attnres.py", "modeling_attnres.py"),
+)
 
 
 def code_files() -> dict[str, bytes]:

@@ -3,9 +3,11 @@
 import functools
 import importlib
 import importlib.util
+import os
 import re
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnres
-from attnres import depth_attention
+from attnres import depth_attention, depth_backends, depth_stream
 from attnres.modeling_attnres import DepthReader, of_both
 
 
@@ -85,7 +87,7 @@ KERNELS = {
 
 @pytest.fixture
 def counted(monkeypatch):
-    calls, kernels = [], depth_attention.kernels()
+    calls, kernels = [], depth_backends.kernels()
 
     def count(name, function, *args, **kwargs):
         calls.append(name)
@@ -110,10 +112,16 @@ def test_kernels_are_what_runs(backend, counted, few_ids):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Every tensor says it is on a GPU, and the kernels have not been tried."""
-    depth_attention.kernels_work_on.cache_clear()
+    functions = depth_backends.choose, depth_backends.trial
+    for function in functions:
+        function.cache_clear()
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
+    monkeypatch.setattr(
+        depth_backends, "_seconds_of", lambda name, *args: {"torch": 2.0, "triton": 1.0, "fla": 3.0}[name]
+    )
     yield
-    depth_attention.kernels_work_on.cache_clear()
+    for function in functions:
+        function.cache_clear()
 
 
 @needs_triton
@@ -135,7 +143,7 @@ def test_auto_takes_the_kernels_on_gpus(as_on_a_gpu, counted, few_ids, caplog):
 @pytest.mark.parametrize("broken", sorted(KERNELS))
 @pytest.mark.parametrize("how", ["wrong", "raises"])
 def test_auto_does_without_kernels_that_fail_a_trial(as_on_a_gpu, broken, how, few_ids, monkeypatch, caplog):
-    kernels, model = depth_attention.kernels(), randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    kernels, model = depth_backends.kernels(), randomize_queries(convert(tiny_base_model("qwen3"), 3))
     function = getattr(kernels, broken)
 
     def break_it(*args, **kwargs):
@@ -151,7 +159,7 @@ def test_auto_does_without_kernels_that_fail_a_trial(as_on_a_gpu, broken, how, f
     logits, _, two_phases, _ = run(model, few_ids)
     assert torch.equal(logits, expected[0]) and torch.equal(two_phases, expected[2])
     (record,) = caplog.records
-    assert "use plain torch for torch.float32 on cpu" in record.message
+    assert "do without `triton` for torch.float32 on cpu" in record.message
     assert ("PTX assembly aborted" if how == "raises" else f"`{broken}` is off by 1") in record.message
 
 
@@ -159,7 +167,7 @@ def test_auto_leaves_tensors_without_memory_alone(as_on_a_gpu):
     class Distributed(torch.Tensor):
         pass
 
-    assert not depth_attention.use_kernels(torch.zeros(1).as_subclass(Distributed))
+    assert not depth_backends.use_kernels(torch.zeros(1).as_subclass(Distributed))
 
 
 def test_auto_without_triton(as_on_a_gpu, few_ids, monkeypatch, caplog):
@@ -174,7 +182,7 @@ def test_auto_without_triton(as_on_a_gpu, few_ids, monkeypatch, caplog):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_trial(dtype, mode):
     with mode():
-        depth_attention.kernels().try_on(torch.device("cpu"), dtype)
+        depth_backends.kernels().try_on(torch.device("cpu"), dtype)
 
 
 @needs_triton
@@ -184,7 +192,7 @@ def test_trial(dtype, mode):
 @pytest.mark.parametrize("sums", [False, True])
 def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, tokens, sums, counted, monkeypatch):
     """Read and norm, forward and backward, beside plain torch; several tokens to a program, and fewer to the last."""
-    monkeypatch.setattr(depth_attention.kernels(), "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(depth_backends.kernels(), "MOST_PROGRAMS", 2)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape, dtype=dtype):
@@ -220,7 +228,7 @@ def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, toke
 @pytest.mark.parametrize("factor", [1, 5])
 def test_read_and_norm(backend, dtype, num_closed, hidden_size, tokens, losses, factor, counted, monkeypatch):
     """With losses of the weights too, and the gradients of the scores."""
-    monkeypatch.setattr(depth_attention.kernels(), "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(depth_backends.kernels(), "MOST_PROGRAMS", 2)
     generator, eps = torch.Generator().manual_seed(0), 1e-3
 
     def random(*shape, dtype=dtype):
@@ -311,7 +319,7 @@ def test_norms_that_are_left_to_their_module():
 @pytest.mark.parametrize("tokens", [0, 1, 5, 6])
 def test_sums_over_tokens(backend, tokens, monkeypatch):
     """Several tokens to a program, and fewer to the last."""
-    monkeypatch.setattr(depth_attention.kernels(), "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(depth_backends.kernels(), "MOST_PROGRAMS", 2)
     inputs = [torch.randn(1, 12, requires_grad=True), torch.randn(1, tokens, 12, requires_grad=True)]
     grad = torch.randn(1, tokens, 1)
 
@@ -327,7 +335,7 @@ def test_sums_over_tokens(backend, tokens, monkeypatch):
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_sources_at_odd_addresses_and_of_two_dtypes(backend):
     """Kernels load 16 bytes at once from addresses that the JIT cannot see."""
-    kernels, memory = depth_attention.kernels(), torch.randn(129)
+    kernels, memory = depth_backends.kernels(), torch.randn(129)
     sources, weights = [memory[1:].view(2, 64), torch.randn(2, 64)], torch.rand(2, 2)
     assert all(address % 16 == 0 for address in map(torch.Tensor.data_ptr, map(kernels.in_one_piece, sources)))
     expected = UpToRounding(lambda w, *s: (w[..., None] * torch.stack(s, dim=-2)).sum(-2), weights, *sources)
@@ -343,7 +351,7 @@ def test_sources_at_odd_addresses_and_of_two_dtypes(backend):
 @pytest.mark.parametrize("count", [1, 9])
 def test_kernels(backend, count, hidden_size, dtype, monkeypatch):
     """Each kernel at odd sizes, behind strides as the block cache has them."""
-    kernels = depth_attention.kernels()
+    kernels = depth_backends.kernels()
     generator = torch.Generator().manual_seed(count)
 
     def random(*shape, dtype=torch.float32):
@@ -381,7 +389,7 @@ def test_kernels(backend, count, hidden_size, dtype, monkeypatch):
 
     inputs = (query, weights, grad, values, scores, *sources)
     actual = all_of(kernels, *inputs)
-    monkeypatch.setattr(depth_attention, "_backend", "torch")
+    monkeypatch.setattr(depth_backends, "_backend", "torch")
     UpToRounding(functools.partial(all_of, depth_attention), *inputs).check(actual)
 
 
@@ -547,9 +555,83 @@ def test_kernels_compile_for_a_gpu(tmp_path):
     assert result.returncode == 0, result.stderr
 
 
+def fla_by_definition(wrong: float = 0.0):
+    """What fla has as a kernel for GPUs, with its arguments: `fla.ops.attnres.fused_attnres`."""
+
+    def fused_attnres(query, residuals, rms_weight, rms_eps=1e-6):
+        assert all(source.is_contiguous() for source in residuals)
+        return depth_attention.depth_attention_reference(query * rms_weight, residuals, rms_eps)[0] * (1 + wrong)
+
+    return types.SimpleNamespace(fused_attnres=fused_attnres)
+
+
+@needs_triton
+@pytest.mark.parametrize("block_size", [1, 3])
+def test_fla(as_on_a_gpu, block_size, few_ids, monkeypatch):
+    """It is taken where it is the fastest, for reads in training."""
+    monkeypatch.setitem(sys.modules, "fla.ops.attnres", fla_by_definition())
+    model = randomize_queries(convert(tiny_base_model("qwen3"), block_size)).train()
+    attnres.set_backend("torch")
+    *_, tokens = run(model, few_ids)
+    attnres.set_backend("auto")
+    monkeypatch.setattr(depth_backends, "_seconds_of", lambda name, *args: 1.0 if name == "fla" else 2.0)
+    assert depth_backends.backend_of(torch.zeros(1)) == "fla"
+    reads = []
+    monkeypatch.setattr(
+        depth_stream, "fused_read", lambda *args: reads.append(args) or depth_backends.fused_read(*args)
+    )
+    *actual, tokens_of_fla = run(model, few_ids)
+    assert torch.equal(tokens, tokens_of_fla)
+    assert len(reads) == model.config.num_sites - 1  # the first site has one source
+    attnres.set_backend("torch")
+    try:
+        UpToRounding(lambda: run(model, few_ids)[:-1], model=model).check(actual)
+    finally:
+        attnres.set_backend("auto")
+
+
+@needs_triton
+def test_choice(as_on_a_gpu, monkeypatch, caplog):
+    """The fastest that is right; what is wrong is said, what is not installed is not."""
+    here = torch.device("cpu"), torch.float32
+    assert depth_backends.choose(*here) == "triton" and not caplog.records
+    assert depth_backends.trial(*here)["fla"] == "not installed"
+    for wrong, chosen in ((0.0, "fla"), (0.001, "torch")):
+        for function in (depth_backends.choose, depth_backends.trial):
+            function.cache_clear()
+        monkeypatch.setitem(sys.modules, "fla.ops.attnres", fla_by_definition(wrong))
+        monkeypatch.setattr(
+            depth_backends, "_seconds_of", lambda name, *args: 1.0 if name == "fla" else float(len(name))
+        )
+        assert depth_backends.choose(*here) == chosen
+    assert "do without `fla`" in caplog.text and "its mix is off by 1.0e-03" in caplog.text
+
+
+def test_time_of_a_trial():
+    """On a CPU, where there is nothing to choose."""
+    assert 1e-4 < depth_backends._seconds_of("torch", torch.device("cpu"), torch.float32) < 60
+
+
+def test_environment_variable(tmp_path):
+    def run_env(**environment):
+        command = [sys.executable, "-m", "attnres", "env"]
+        environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
+        return subprocess.run(command, env=environment, capture_output=True, text=True)
+
+    plain = run_env()
+    assert plain.returncode == 0 and "  cpu: torch, as kernels are for GPUs\n" in plain.stdout
+    assert f"torch {torch.__version__}\n" in plain.stdout and "flash-linear-attention not installed" in plain.stdout
+    forced = run_env(ATTNRES_BACKEND="reference")
+    assert forced.returncode == 0 and "  cpu: reference" in forced.stdout
+    assert "ATTNRES_BACKEND=reference chooses how reads over depth are computed" in forced.stderr
+    unknown = run_env(ATTNRES_BACKEND="cuda")
+    assert unknown.returncode == 1 and "`cuda` is not a backend; there are auto" in unknown.stderr
+    assert "Traceback" not in unknown.stderr
+
+
 def test_bad_backends(monkeypatch):
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    with pytest.raises(ValueError, match="`cuda` is no backend; there are auto, reference, torch, triton"):
+    with pytest.raises(ValueError, match="`cuda` is not a backend; there are auto, reference, torch, triton, fla"):
         attnres.set_backend("cuda")
     if not torch.cuda.is_available():
         with pytest.raises(ValueError, match="`triton` needs a GPU, or TRITON_INTERPRET=1"):
