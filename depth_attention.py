@@ -396,7 +396,11 @@ class BlockCache:
         wide = torch.promote_types(like.dtype, torch.float32)
         is_one_token = num_tokens == 1 and like.device.type == "cpu"
         self.is_one_token = is_one_token and not use_kernels(like) and not is_tracing(like)
-        self.values = like.new_empty(num_tokens, num_blocks, hidden_size)
+        self.dtype = like.dtype
+        # As wide as the sums over them, or every read would convert all of them once more; kernels do so as they load
+        self.values = like.new_empty(
+            num_tokens, num_blocks, hidden_size, dtype=like.dtype if use_kernels(like) else wide
+        )
         self.mixes = like.new_empty(num_tokens, min(self.block_size, num_sites), hidden_size, dtype=wide)
         self.queries = like.new_empty(num_sites, hidden_size, dtype=wide)
         self.scores = like.new_empty(num_tokens, num_blocks, num_sites, dtype=wide)
@@ -435,7 +439,7 @@ class BlockCache:
         """Keep a closed block, `[batch, seq, hidden]`, and its scores for every site that can still read it.
 
         Returns:
-            The block as it is kept: the same numbers until the next `start`.
+            The block as it is kept, the same numbers until the next `start`, or itself where it is kept in other ones.
         """
         if self.is_one_token:
             vector = block.to(self.queries.dtype).view(-1)
@@ -446,12 +450,11 @@ class BlockCache:
         else:
             values, queries, scores = self.closing[self.num_closed]
             with maybe_autocast(device_type=block.device.type, enabled=False):
-                block = block.flatten(0, -2)
-                values.copy_(block)
-                wide_block = block if block.dtype == scores.dtype else block.to(scores.dtype)
+                values.copy_(block.flatten(0, -2))
+                wide_block = values.to(scores.dtype)
                 scores.copy_((wide_block @ queries).div_(key_length(wide_block, self.shift)))
         self.num_closed += 1
-        return self.blocks[self.num_closed - 1]
+        return self.blocks[self.num_closed - 1] if self.values.dtype == self.dtype else block
 
     def read(
         self, site: int, partial: torch.Tensor | None, norm: nn.Module | None = None, factor: int = 1
@@ -488,7 +491,7 @@ class BlockCache:
 
         Llama's RMSNorm is eight operations as a module, more than the read in front of it, and five here.
         """
-        dtype = self.values.dtype
+        dtype = self.dtype
         parameters = None if torch.compiler.is_compiling() else rms_norm_parameters(norm, dtype)
         if parameters is None:
             mix = (mix * factor).to(dtype) if factor != 1 else mix.to(dtype, copy=copy)
@@ -511,7 +514,7 @@ class BlockCache:
         """`read`, with numbers in place of scores."""
         if self.open_block != block:
             self._read_closed_of_one_token(block)
-        dtype, mix = self.values.dtype, self.mix[offset]
+        dtype, mix = self.dtype, self.mix[offset]
         if partial is not None:
             wide_partial = partial if dtype == self.mixes.dtype else partial.to(self.mixes.dtype)
             vector = wide_partial.view(-1)
@@ -534,7 +537,6 @@ class BlockCache:
 
     def _read_closed_of_one_token(self, block: int):
         values, sites, out = self.reading[block]
-        values = values.to(out.dtype)
         if self.num_closed == 1:  # a softmax over one source is 1
             (scores,) = self.scores_of_one_token
             self.mix = [values.view(self.shape)] * len(sites)

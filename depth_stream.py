@@ -210,7 +210,7 @@ class DepthStream:
         """
         self._check_memory()
         is_current = self.is_cached and len(self.cache) == len(self.blocks)
-        return self.cache if is_current and source.dtype == self.cache.values.dtype else None
+        return self.cache if is_current and source.dtype == self.cache.dtype else None
 
     def _check_memory(self):
         if self.cache is not None and self.cache.num_passes != self.cache_pass:
