@@ -1,0 +1,113 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Break the core in many ways, one at a time, and see that a test fails each time.
+
+    python tests/mutations.py [NUMBER ...]    # all of them take about half an hour on one core
+
+Each is made in a copy of the package, which stands in front of the installed one. Not a test itself: it runs tests.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+HERE = Path(__file__).parents[1]
+OPERATOR = ("tests/test_depth_attention.py", "tests/test_depth_stream.py")
+STREAM = ("tests/test_depth_stream.py", "tests/test_lost_stream.py")
+MODEL = ("tests/test_loading.py", "tests/test_families.py", "tests/test_training.py", "tests/test_generation.py")
+# File, what stands in it, what is put in its place, and the tests that are to notice
+MUTATIONS = [
+    # The operator
+    ("depth_attention.py", "ctx.save_for_backward(queries, source, inv_rms, scores)\n        return scores\n\n", "ctx.save_for_backward(queries, source, inv_rms, 1.01 * scores)\n        return scores\n\n", OPERATOR),
+    ("depth_attention.py", "to_source = (grad * scores).sum(-1, keepdim=True) * inv_rms.square() / -source.shape[-1]", "to_source = (grad * scores).sum(-1, keepdim=True) * inv_rms.square() / source.shape[-1]", OPERATOR),
+    ("depth_attention.py", "grad_queries = to_query.flatten(0, -2).mT @ wide_source.flatten(0, -2)", "grad_queries = grad.flatten(0, -2).mT @ wide_source.flatten(0, -2)", OPERATOR),
+    ("depth_attention.py", "return norm.square().div_(values.shape[-1]).add_(eps).rsqrt_()", "return norm.square().div_(values.shape[-1]).rsqrt_()", OPERATOR),
+    ("depth_attention.py", "mix.addcmul_(weights[..., i : i + 1], source.to(mix.dtype))", "mix.addcmul_(weights[..., -i : weights.shape[-1] - i + 1], source.to(mix.dtype))", OPERATOR),
+    ("depth_attention.py", "*((weights[..., i : i + 1] * grad).to(s.dtype) for i, s in enumerate(sources))", "*((weights[..., i : i + 1] * grad * (i > 0)).to(s.dtype) for i, s in enumerate(sources))", OPERATOR),
+    ("depth_attention.py", "return None, *weighted_sum_backward(grad_mix, weights, sources), *grad_parameters", "return None, *weighted_sum_backward(grad, weights, sources), *grad_parameters", (*OPERATOR, *MODEL)),
+    ("depth_attention.py", "mix = weighted_sum(weights, sources).requires_grad_()", "mix = weighted_sum(weights.softmax(-1), sources).requires_grad_()", (*OPERATOR, *MODEL)),
+    ("depth_attention.py", "scores[..., masked] = -torch.inf", "scores[..., masked] = 0", ("tests/test_depth_stream.py", "tests/test_inspection.py")),
+    ("depth_attention.py", "return torch.lerp(mix, wide_partial, alpha)\n", "return torch.lerp(mix, wide_partial, alpha * 1.0001)\n", OPERATOR),
+    ("depth_attention.py", "mix = torch.lerp(mix, wide_partial, alpha)\n", "mix = torch.lerp(mix, wide_partial, alpha * 1.0001)\n", OPERATOR),
+    ("depth_attention.py", "return mix, log_weights.select(-1, 0) - scores.select(-1, 0)", "return mix, log_weights.select(-1, -1) - scores.select(-1, 0)", OPERATOR),
+    ("depth_attention.py", "rms = key_length(mix, self._shift(eps / factor**2)) * mix.shape[-1] ** -0.5", "rms = key_length(mix, self._shift(eps)) * mix.shape[-1] ** -0.5", (*OPERATOR, *MODEL)),
+    ("depth_attention.py", "rms = math.sqrt(torch.dot(vector, vector).item() / vector.shape[0] + eps / factor**2)", "rms = math.sqrt(torch.dot(vector, vector).item() / vector.shape[0] + eps)", (*OPERATOR, *MODEL)),
+    ("depth_attention.py", "return self._normed(mix, norm, factor, copy=self.buffered)", "return self._normed(mix, norm, factor)", OPERATOR),
+    ("depth_attention.py", 'if "variance_epsilon" not in own:', 'if "variance_epsilon" not in own and "eps" not in own:', (*OPERATOR, *MODEL)),
+    # The stream
+    ("depth_stream.py", "if site % self.block_size:", "if (site + 1) % self.block_size:", STREAM),
+    ("depth_stream.py", "partial = output if self.partial is None else self.partial + output", "partial = output if self.partial is None else self.partial.detach() + output", (*STREAM, *MODEL)),
+    ("depth_stream.py", "mix = None if torch.is_grad_enabled() else self.mix", "mix = self.mix", (*STREAM, *MODEL)),
+    ("depth_stream.py", "return mix_and_norm(weights * len(scores) if self.sums else weights, self.sources, norm)", "return mix_and_norm(weights * len(self.blocks) if self.sums else weights, self.sources, norm)", (*STREAM, *MODEL)),
+    ("depth_stream.py", "return self.cache if is_current and source.dtype == self.cache.dtype else None", "return self.cache if source.dtype == self.cache.dtype else None", STREAM),
+    ("depth_stream.py", "if self.cache is not None and self.cache.num_passes != self.cache_pass:", "if False:", STREAM),
+    ("depth_stream.py", "            new.mix = self.newest  # not the copy, which the next forward pass overwrites", "            pass", (*STREAM, *MODEL)),
+    ("depth_stream.py", "if any(of_block and not columns[0].requires_grad for of_block, (_, columns) in zip(wanted, scores)):", "if False:", STREAM),
+    ("depth_stream.py", "return [columns[self.site - first] for first, columns in scores]", "return [columns[min(self.site - first, len(columns) - 1) * (first > 0)] for first, columns in scores]", STREAM),
+    ("depth_stream.py", 'if name == "dropout" and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):', 'if name == "dropout":', STREAM),
+    ("depth_stream.py", "            return self.on_sources(lambda source: source * other)\n", "            return self\n", (*STREAM, *MODEL)),
+    ("depth_stream.py", "return self.write(other) if self._is_output(other) else self.read() + _read_all(other)", "return self.write(other)", STREAM),
+    ("depth_stream.py", "cast = None if read_as == dtype else read_as", "cast = None", STREAM),
+    ("depth_stream.py", 'raise TypeError(f"`{name}` works in place', 'print(f"`{name}` works in place', STREAM),
+    ("depth_stream.py", "inner = replace(stream, queries=queries, partial=partial, blocks=tuple(blocks))", "inner = replace(stream, queries=queries, partial=partial, blocks=tuple(b.detach() for b in blocks))", MODEL[1:]),
+    # The model
+    ("modeling_attnres.py", "return self.query.to(dtype) * self.key_norm.to(dtype)", "return self.query.to(dtype) + 0 * self.key_norm.to(dtype)", MODEL),
+    ("modeling_attnres.py", "return tensor.to(applied.device) if applied.dtype in (torch.float16, torch.bfloat16) else applied", "return applied", MODEL),
+    ("modeling_attnres.py", "if not isinstance(stream, DepthStream) or stream.site != exit_site:", "if not isinstance(stream, DepthStream):", STREAM),
+    ("modeling_attnres.py", "if not isinstance(stream, DepthStream) or stream.site != entry_site:", "if not isinstance(stream, DepthStream):", STREAM),
+    ("modeling_attnres.py", "sums=config.attn_res_scale_norm_eps,", "sums=False,", MODEL),
+    ("modeling_attnres.py", "eps=config.attn_res_norm_eps,", "eps=1e-6,", (*STREAM, *MODEL)),
+    ("modeling_attnres.py", "if block_size is not None and int(block_size) != self.block_size:", "if False:", ("tests/test_peft.py", "tests/test_finetune.py")),
+    ("configuration_attnres.py", "if not isinstance(stream, DepthStream):\n            raise ValueError(", "if False:\n            raise ValueError(", ("tests/test_lost_stream.py", "tests/test_loading.py")),
+    ("configuration_attnres.py", "counts.append(stream.site - sum(counts))", "counts.append(2)", ("tests/test_lost_stream.py", "tests/test_families.py")),
+]  # fmt: skip
+
+
+def killed_by(number: int, folder: Path) -> str:
+    """The test that has failed, or nothing."""
+    name, before, after, tests = MUTATIONS[number]
+    package = folder / "attnres"
+    ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", "study", "peers")
+    shutil.copytree(HERE, package, ignore=ignored)
+    text = (package / name).read_text()
+    if text.count(before) != 1:
+        raise SystemExit(f"{number}: {name} does not have this once: {before}")
+    (package / name).write_text(text.replace(before, after))
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "-x",
+        "-q",
+        "-m",
+        "not slow",
+        "-p",
+        "no:cacheprovider",
+        "-o",
+        "addopts=",
+    ]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    result = subprocess.run([*command, *tests], cwd=package, env=environment, capture_output=True, text=True)
+    failed = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    return failed[0].split(" - ")[0] if result.returncode and failed else ""
+
+
+def main():
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(MUTATIONS))
+    survivors = []
+    for number in numbers:
+        with tempfile.TemporaryDirectory() as folder:
+            test = killed_by(number, Path(folder))
+        if not test:
+            survivors.append(number)
+        name, _, after, _ = MUTATIONS[number]
+        print(f"{number:2} {name}: {after.strip().splitlines()[0][:80]} | {test or 'SURVIVED'}", flush=True)
+    print(f"{len(numbers) - len(survivors)} of {len(numbers)} killed" + (f"; not {survivors}" if survivors else ""))
+    raise SystemExit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()
