@@ -1,4 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501 - code as it stands in the files
 """Break the core in many ways, one at a time, and see that a test fails each time.
 
     python tests/mutations.py [NUMBER ...]    # all of them take about half an hour on one core
