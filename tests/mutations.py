@@ -71,7 +71,7 @@ def killed_by(number: int, folder: Path) -> str:
     """The test that has failed, or nothing."""
     name, before, after, tests = MUTATIONS[number]
     package = folder / "attnres"
-    ignored = shutil.ignore_patterns(".venv", ".git", "__pycache__", ".*_cache", "study", "peers")
+    ignored = shutil.ignore_patterns(".venv*", ".git", "__pycache__", ".*_cache", "study", "peers")
     shutil.copytree(HERE, package, ignore=ignored)
     text = (package / name).read_text()
     if text.count(before) != 1:
