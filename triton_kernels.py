@@ -518,16 +518,32 @@ def try_on(device: torch.device, dtype: torch.dtype):
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
     # 2 tokens, 3 closed sources, 2 sites, and a hidden size that is no power of 2
-    closed, partial, grad, norm_weight = random(2, 3, 96), *(random(2, 96) for _ in range(2)), random(96)
-    scores, query = random(2, 3, 2, dtype=torch.float32).mT, random(96, dtype=torch.float32) / 10
-    grad_scores, grad_weights = random(2, 1, dtype=torch.float32), random(2, 4, dtype=torch.float32)
-    sources, weights, shift = [*closed.unbind(1), partial], random(2, 4).float().softmax(-1), query.new_ones(())
+    numbers = {"closed": random(2, 3, 96), "partial": random(2, 96), "grad": random(2, 96), "norm_weight": random(96)}
+    wide = {"scores": (2, 3, 2), "query": (96,), "grad_scores": (2, 1), "grad_weights": (2, 4), "weights": (2, 4)}
+    numbers |= {name: random(*shape, dtype=torch.float32) for name, shape in wide.items()}
+    numbers |= {
+        "scores": numbers["scores"].mT,
+        "query": numbers["query"] / 10,
+        "weights": numbers["weights"].softmax(-1),
+    }
+    actual, expected = _by_kernels(**numbers), _by_definition(**numbers)
+    # in fp32 sums of 96 products, in a half precision the rounding of the result and of what it is made of
+    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
+    for name, results in actual.items():
+        for result, definition in zip(results, expected[name], strict=True):
+            error = (result.double() - definition).abs().max() / definition.abs().max()
+            if not error <= tolerance:
+                raise ArithmeticError(f"`{name}` is off by {error:.1e}")
+
+
+def _by_kernels(closed, partial, grad, norm_weight, scores, query, grad_scores, grad_weights, weights):
+    sources, shift = [*closed.unbind(1), partial], query.new_ones(())
     mixes, negative_lse = read_closed(closed, scores)
     score_of_partial, inverse_rms = score(query, partial, 1.0)
     saved = read(query, scores[:, 0], norm_weight, 1.0, 1.0, sources)
-    norm = LlamaRMSNorm(96, eps=1.0).to(device, dtype)
+    norm = LlamaRMSNorm(96, eps=1.0).to(partial.device, partial.dtype)
     norm.weight.data.copy_(norm_weight)
-    actual = {
+    return {
         "score": [score_of_partial, inverse_rms],
         "score_backward": score_backward(grad_scores, query, partial, inverse_rms, score_of_partial),
         "weighted_sum": [weighted_sum(weights, sources)],
@@ -538,47 +554,35 @@ def try_on(device: torch.device, dtype: torch.dtype):
         "merge": [merge(query, partial, mixes[:, 0], negative_lse[:, :1], shift, norm, factor=3)],
     }
 
-    with torch.enable_grad():
-        query, scores, weights, norm_weight, *sources = (
-            tensor.double().requires_grad_() for tensor in (query, scores, weights, norm_weight, *sources)
-        )
 
-        def scored(source: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-            inverse_rms = (source.square().mean(-1, keepdim=True) + 1).rsqrt()
-            return source @ query[:, None] * inverse_rms, inverse_rms
+@torch.enable_grad()
+def _by_definition(closed, partial, grad, norm_weight, scores, query, grad_scores, grad_weights, weights):
+    query, scores, weights, norm_weight, *sources = (
+        tensor.double().requires_grad_()
+        for tensor in (query, scores, weights, norm_weight, *closed.unbind(1), partial)
+    )
+    values, partial = torch.stack(sources, dim=1), sources[-1]
 
-        def normed(mix: torch.Tensor) -> torch.Tensor:
-            return mix * (mix.square().mean(-1, keepdim=True) + 1).rsqrt() * norm_weight
+    def normed(mix: torch.Tensor) -> torch.Tensor:
+        return mix * (mix.square().mean(-1, keepdim=True) + 1).rsqrt() * norm_weight
 
-        values, partial = torch.stack(sources, dim=1), sources[-1]
-        of_partial = scored(partial)
-        mix = (weights[:, None] @ values)[:, 0]
-        read_weights = torch.cat([scores[:, 0], of_partial[0]], dim=-1).softmax(-1)
-        read_mix = (read_weights[:, None] @ values)[:, 0]
-        shifted = partial @ query[:, None] / (partial.square().sum(-1, keepdim=True) + 1).sqrt()
-        merge_weights = torch.cat([scores[:, 0], shifted], dim=-1).softmax(-1)
-        grads_of_read = torch.autograd.grad(
-            [normed(read_mix), read_weights],
-            [query, scores, norm_weight, *sources],
-            [grad.double(), grad_weights.double()],
-            retain_graph=True,
-        )
-        definitions = {
-            "score": of_partial,
-            "score_backward": torch.autograd.grad(
-                of_partial[0], [query, partial], grad_scores.double(), retain_graph=True
-            ),
-            "weighted_sum": [mix],
-            "weighted_sum_backward": torch.autograd.grad(mix, [weights, *sources], grad.double()),
-            "read": [normed(read_mix), read_weights, *of_partial],
-            "read_backward": [grads_of_read[0], grads_of_read[1][:, 0], *grads_of_read[2:]],
-            "read_closed": [scores.softmax(-1) @ values[:, :3], -scores.logsumexp(-1)],
-            "merge": [normed(3 * (merge_weights[:, None] @ values)[:, 0])],
-        }
-    # in fp32 sums of 96 products, in a half precision the rounding of the result and of what it is made of
-    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
-    for name, results in actual.items():
-        for result, definition in zip(results, definitions[name], strict=True):
-            error = (result.double() - definition).abs().max() / definition.abs().max()
-            if not error <= tolerance:
-                raise ArithmeticError(f"`{name}` is off by {error:.1e}")
+    inverse_rms = (partial.square().mean(-1, keepdim=True) + 1).rsqrt()
+    score_of_partial = partial @ query[:, None] * inverse_rms
+    mix = (weights[:, None] @ values)[:, 0]
+    read_weights = torch.cat([scores[:, 0], score_of_partial], dim=-1).softmax(-1)
+    normed_mix = normed((read_weights[:, None] @ values)[:, 0])
+    shifted = partial @ query[:, None] / (partial.square().sum(-1, keepdim=True) + 1).sqrt()
+    merge_weights = torch.cat([scores[:, 0], shifted], dim=-1).softmax(-1)
+    grad, grad_scores, grad_weights = grad.double(), grad_scores.double(), grad_weights.double()
+    leaves = [query, scores, norm_weight, *sources]
+    grads = torch.autograd.grad([normed_mix, read_weights], leaves, [grad, grad_weights], retain_graph=True)
+    return {
+        "score": [score_of_partial, inverse_rms],
+        "score_backward": torch.autograd.grad(score_of_partial, [query, partial], grad_scores, retain_graph=True),
+        "weighted_sum": [mix],
+        "weighted_sum_backward": torch.autograd.grad(mix, [weights, *sources], grad),
+        "read": [normed_mix, read_weights, score_of_partial, inverse_rms],
+        "read_backward": [grads[0], grads[1][:, 0], *grads[2:]],
+        "read_closed": [scores.softmax(-1) @ values[:, :3], -scores.logsumexp(-1)],
+        "merge": [normed(3 * (merge_weights[:, None] @ values)[:, 0])],
+    }
