@@ -120,14 +120,16 @@ class DepthReader:
 def of_both(ours: type, base: type) -> type:
     """The class of the objects that are of a class of ours and of one of the base, under the name of the former.
 
-    A reader keeps the name and the module of the base's norm, by which engines know what it computes.
+    A reader has the module of the base's norm, by which `rms_norm_parameters` knows what it computes. Its name ends in
+    another way: SGLang puts a norm of its own in the place of every "...RMSNorm", and that one cannot take a stream.
     """
-    named_after = base if ours is DepthReader else ours
-    members = {"__module__": named_after.__module__, "__qualname__": f"{named_after.__name__}[{base.__name__}]"}
-    if ours is not DepthReader:
+    is_reader = ours is DepthReader
+    name = f"{base.__name__}OverDepth" if is_reader else ours.__name__
+    members = {"__module__": (base if is_reader else ours).__module__, "__qualname__": f"{name}[{base.__name__}]"}
+    if not is_reader:
         members |= ours.members_of_base(base)
     members["__reduce_ex__"] = lambda self, protocol: (_new_of_both, (ours, base), self.__dict__)
-    return type(named_after.__name__, (ours, base), members)
+    return type(name, (ours, base), members)
 
 
 def _new_of_both(ours: type, base: type):
