@@ -391,7 +391,7 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
     # Before transformers 5.20 the stream may begin in here, as hooks of the layer run within its checkpoint
     stream = args[0] if args and isinstance(args[0], DepthStream) else None
     given = () if stream is None else (stream.queries, stream.partial, *stream.blocks)
-    others, num_known, written_as = args[1:] if given else args, max(len(given) - 2, 0), {}
+    others, written_as = args[1:] if given else args, {}
 
     def on_tensors(*tensors):
         if stream is not None:
@@ -404,16 +404,17 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
         if not isinstance(written, DepthStream):
             return output
         names = ("site", "block_size", "eps", "sums", "cast", "recorder")
-        written_as.update({name: getattr(written, name) for name in names}, dtype=written.newest.dtype)
-        written_as.update(rest=len(rest), is_tuple=isinstance(output, tuple))
-        return None if given else written.queries, written.partial, *rest, *written.blocks[num_known:]
+        written_as.update({name: getattr(written, name) for name in names}, is_tuple=isinstance(output, tuple))
+        # Blocks that the layer has been given come back only if it has changed them, by a factor or a dtype
+        is_kept = all(block is new for block, new in zip(blocks, written.blocks))
+        written_as.update(rest=len(rest), kept=len(blocks) if is_kept else 0)
+        return None if given else written.queries, written.partial, *rest, *written.blocks[written_as["kept"] :]
 
     outputs = checkpoint(on_tensors, *given, *others)
     if not written_as:  # the layer's hook says what is wrong with that
         return outputs
     queries, partial, *outputs = outputs
-    dtype, num_rest, is_tuple = (written_as.pop(name) for name in ("dtype", "rest", "is_tuple"))
-    known = () if stream is None else stream._widened(dtype).blocks
-    blocks = (*known, *outputs[num_rest:])
+    num_kept, num_rest, is_tuple = (written_as.pop(name) for name in ("kept", "rest", "is_tuple"))
+    blocks = (*given[2 : 2 + num_kept], *outputs[num_rest:])
     new = DepthStream(given[0] if given else queries, blocks, partial, **written_as)
     return (new, *outputs[:num_rest]) if is_tuple else new

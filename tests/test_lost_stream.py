@@ -97,6 +97,10 @@ def test_other_ways_to_add_are_right(edited, add, block_size, input_ids):
         plain.check(model(input_ids).logits)
 
 
+    # Activation checkpointing hands on what a layer does to the blocks in front of it
+    plain.check(model(input_ids).logits)
+    model.train().gradient_checkpointing_enable()
+    plain.check(model(input_ids).logits)
 def test_an_addition_in_place_of_a_tensor_is_an_error(edited, input_ids):
     """The tensor would stay as it is for those who hold it."""
     model = convert(tiny_base_model("llama"), 3)
