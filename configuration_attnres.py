@@ -25,13 +25,16 @@ from transformers.utils import auto_docstring
 EXCEPTIONS = dict.fromkeys(("attnres", "inkling2"), "it is an attention-residual architecture already")
 
 # Class attributes of a base config that transformers looks up on the config: ours belong to an instance
-_MIRRORED_ATTRIBUTES = ("attribute_map", "base_model_tp_plan", "base_model_ep_plan", "default_theta")
+_MIRRORED_ATTRIBUTES = (
+    *("attribute_map", "base_model_tp_plan", "base_model_ep_plan", "default_theta", "sub_configs"),
+    "ignore_keys_at_rope_validation",
+)
 # Keywords of `PreTrainedConfig.__init__` that are no dataclass fields
 _GENERIC_KEYWORDS = {
     *("name_or_path", "model_type", "torch_dtype", "num_labels", "output_attentions", "attn_implementation"),
     *("experts_implementation", "per_layer_config", "auto_map", "quantization_config", "distributed_config"),
     *("gradient_checkpointing", "tokenizer_class", "tie_last_hidden_states", "is_decoder", "is_causal"),
-    "output_depth_attentions",
+    *("output_depth_attentions", "ignore_keys_at_rope_validation"),
 }
 _ROPE_KEYWORDS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
 
@@ -122,7 +125,11 @@ def _base_keywords(base_class: type[PreTrainedConfig]) -> frozenset[str]:
     # Keywords that only its `__post_init__` knows: spellings of the released checkpoints
     names |= {*re.findall(r'kwargs\.(?:pop|get)\("(\w+)"', inspect.getsource(base_class.__post_init__))}
     generic = {field.name for field in fields(PreTrainedConfig)} | _GENERIC_KEYWORDS
-    return frozenset(name for name in names - generic if not name.startswith("_"))
+    return frozenset(name for name in names - generic if _is_field(name, base_class))
+
+
+def _is_field(name: str, base_class: type[PreTrainedConfig]) -> bool:
+    return not name.startswith("_") or name in {field.name for field in fields(base_class)}
 
 
 def _is_known(name: str, base_class: type[PreTrainedConfig]) -> bool:
@@ -216,6 +223,16 @@ class AttnResConfig(PreTrainedConfig):
     def validate_architecture(self):
         """Part of `@strict`-powered validation: the base configuration's own checks."""
         self.to_base_config()
+    def __getattr__(self, name: str):
+        # Asked for what is not found: properties and methods of the base's class
+        base_model_type = self.__dict__.get("base_model_type")
+        name = self.__dict__.get("attribute_map", {}).get(name, name)
+        for base in () if base_model_type is None else base_config_class(base_model_type).__mro__:
+            if name in vars(base) and not name.startswith("__"):
+                member = vars(base)[name]
+                return member.__get__(self, type(self)) if hasattr(member, "__get__") else member
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
+
 
     def convert_rope_params_to_dict(self, **kwargs):
         return kwargs  # the base configuration has done it
@@ -275,8 +292,10 @@ class AttnResConfig(PreTrainedConfig):
         if block_size is not None:
             kwargs["attn_res_block_size"] = block_size
 
-        values = {name: value for name, value in copy.deepcopy(vars(base_config)).items() if not name.startswith("_")}
-        values.pop("auto_map", None)  # names the base's code
+        values = copy.deepcopy(vars(base_config))
+        values = {name: value for name, value in values.items() if _is_field(name, type(base_config))}
+        for name in ("auto_map", *_MIRRORED_ATTRIBUTES):  # the first names the base's code
+            values.pop(name, None)
         values["architectures"] = _rename_architectures(values["architectures"], base_config.model_type, to_base=False)
         kwargs = {"attn_res_sublayers": sublayers, **kwargs}
         values.update(kwargs, base_model_type=base_config.model_type, model_type=cls.model_type)
@@ -291,7 +310,7 @@ class AttnResConfig(PreTrainedConfig):
         values = {
             name: value
             for name, value in copy.deepcopy(vars(self)).items()
-            if not name.startswith(("_", "attn_res_")) and name not in left_out
+            if _is_field(name, base_class) and not name.startswith("attn_res_") and name not in left_out
         }
         values["architectures"] = _rename_architectures(values["architectures"], self.base_model_type, to_base=True)
         base_config = base_class(**values)
