@@ -205,7 +205,8 @@ class AttnResConfig(PreTrainedConfig):
             )
         _check_known(kwargs, base_class)
         kwargs.pop("model_type", None)
-        base_kwargs = {name: kwargs.pop(name) for name in _base_keywords(base_class) & kwargs.keys()}
+        keywords = _base_keywords(base_class) | {"per_layer_config"}
+        base_kwargs = {name: kwargs.pop(name) for name in keywords & kwargs.keys()}
         if self.tie_word_embeddings is not None:
             base_kwargs["tie_word_embeddings"] = self.tie_word_embeddings
         base_config = base_class(**base_kwargs)
@@ -215,7 +216,7 @@ class AttnResConfig(PreTrainedConfig):
             if hasattr(base_class, name):
                 self.__dict__[name] = getattr(base_class, name)
         for name, value in vars(base_config).items():
-            if name in _base_keywords(base_class):
+            if name in keywords or name == "_heterogeneity_spec":
                 self.__dict__[name] = value
         # TRL reads this attribute where transformers has no class of the architecture's name
         super().__post_init__(**{"auto_map": {}, **kwargs})
@@ -299,6 +300,7 @@ class AttnResConfig(PreTrainedConfig):
         values["architectures"] = _rename_architectures(values["architectures"], base_config.model_type, to_base=False)
         kwargs = {"attn_res_sublayers": sublayers, **kwargs}
         values.update(kwargs, base_model_type=base_config.model_type, model_type=cls.model_type)
+        values.update(_per_layer(base_config))
         config = cls.from_dict(values)
         _copy_private(base_config, config)
         return config
@@ -313,7 +315,7 @@ class AttnResConfig(PreTrainedConfig):
             if _is_field(name, base_class) and not name.startswith("attn_res_") and name not in left_out
         }
         values["architectures"] = _rename_architectures(values["architectures"], self.base_model_type, to_base=True)
-        base_config = base_class(**values)
+        base_config = base_class(**values, **_per_layer(self))
         _copy_private(self, base_config)
         return base_config
 
@@ -379,6 +381,12 @@ def _rename_architectures(architectures: list[str] | None, base_model_type: str,
 
 def _copy_private(source: PreTrainedConfig, target: PreTrainedConfig):
     """Copy where a config came from and which implementations it asks for, which are no keywords of `__init__`."""
+def _per_layer(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a config has for single layers, as the keyword that it came from."""
+    spec = vars(config).get("_heterogeneity_spec")
+    return {} if spec is None else {"per_layer_config": copy.deepcopy(spec.per_layer_overrides)}
+
+
     for name in ("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions"):
         target.__dict__[name] = vars(source)[name]
     target._name_or_path = source._name_or_path
