@@ -188,7 +188,9 @@ class AttnResPreTrainedModel(PreTrainedModel):
     def members_of_base(cls, base: type[PreTrainedModel]) -> dict:
         """What a class of both has of its base, although it comes second in its line of ancestors."""
         names = [name for name in vars(AttnResPreTrainedModel) if name in vars(PreTrainedModel) and name[:2] != "__"]
-        members = {name: getattr(base, name) for name in names if not callable(getattr(cls, name))}
+        members = {
+            name: getattr(base, name) for name in names if not callable(getattr(cls, name)) and name != "base_model"
+        }
         members |= {
             "base_class": base,
             "config_class": AttnResConfig,
@@ -213,6 +215,14 @@ class AttnResPreTrainedModel(PreTrainedModel):
         super().post_init()
 
     @classmethod
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """The decoder, also where the base names a prefix for it that a model with a head does not have."""
+        found = getattr(self, self.base_model_prefix, self)
+        if found is not self or isinstance(self, AttnResModel):
+            return found
+        return next((child for child in self.children() if isinstance(child, PreTrainedModel)), self)
+
     def is_custom_code(cls) -> bool:
         if hasattr(cls, "base_class"):
             _BaseConversions.asked.base_names = (cls.base_class.__name__, cls.base_class.config_class.model_type)
