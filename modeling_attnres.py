@@ -238,6 +238,11 @@ class AttnResPreTrainedModel(PreTrainedModel):
             super()._init_weights(module)
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=None, **kwargs):
+    def _initialize_weights(self, module, is_custom_code: bool = False):
+        # As those of a native model: of custom code, modules without parameters are left out, and there bases fill
+        # the buffers of others
+        super()._initialize_weights(module)
+
         if gradient_checkpointing_func is not None:
             kwargs["gradient_checkpointing_func"] = functools.partial(checkpoint_stream, gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, **kwargs)
