@@ -14,6 +14,7 @@ both, an `AttnResForCausalLM` and the base's `ForCausalLM`. Three places differ 
 import contextvars
 import copy
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import make_dataclass
@@ -592,6 +593,17 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the names of the arguments
     def prepare_inputs_for_generation(self, *args, **kwargs):
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return getattr(cls, "base_class", super())._supports_default_dynamic_cache()  # which looks at the name
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        # transformers tells by the name of a class what its forward calls the cache
+        names = inspect.signature(self.forward).parameters
+        if "cache_params" in names and "past_key_values" not in names and "past_key_values" in model_kwargs:
+            model_kwargs.setdefault("cache_params", model_kwargs.pop("past_key_values"))
+
         model_inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         if _DEPTH_ATTENTIONS_OF_STEPS.get() is not None:
             model_inputs["output_depth_attentions"] = True
