@@ -397,7 +397,7 @@ class AttnResModel(AttnResPreTrainedModel):
             layer.register_forward_pre_hook(self.enter_layer, with_kwargs=True)
             layer.register_forward_hook(self.leave_layer)
         for module in [*(child for layer in layers for child in layer.children()), *self.children()]:
-            if "Norm" in type(module).__name__:
+            if "Norm" in type(module).__name__ and not list(module.children()):
                 module.__class__ = of_both(DepthReader, type(module))
 
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
