@@ -215,7 +215,6 @@ class AttnResPreTrainedModel(PreTrainedModel):
             trunk.read_over_depth()
         super().post_init()
 
-    @classmethod
     @property
     def base_model(self) -> PreTrainedModel:
         """The decoder, also where the base names a prefix for it that a model with a head does not have."""
@@ -224,6 +223,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
             return found
         return next((child for child in self.children() if isinstance(child, PreTrainedModel)), self)
 
+    @classmethod
     def is_custom_code(cls) -> bool:
         if hasattr(cls, "base_class"):
             _BaseConversions.asked.base_names = (cls.base_class.__name__, cls.base_class.config_class.model_type)
@@ -238,12 +238,12 @@ class AttnResPreTrainedModel(PreTrainedModel):
         else:
             super()._init_weights(module)
 
-    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=None, **kwargs):
     def _initialize_weights(self, module, is_custom_code: bool = False):
         # As those of a native model: of custom code, modules without parameters are left out, and there bases fill
         # the buffers of others
         super()._initialize_weights(module)
 
+    def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=None, **kwargs):
         if gradient_checkpointing_func is not None:
             kwargs["gradient_checkpointing_func"] = functools.partial(checkpoint_stream, gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, **kwargs)
@@ -301,45 +301,45 @@ class AttnResPreTrainedModel(PreTrainedModel):
         return loading_info
 
 
+# What the forward pass that runs in this thread hands to the first layer of its model, around the code of the base,
+# which may have no way for it: `(model, recorder, stream)`. Not a context variable, as compilers do not know these
+_HANDED = threading.local()
+
+
 def _with_depth_attentions(base_forward: Callable) -> Callable:
     """The forward of a base, which also takes `output_depth_attentions` and a `depth_recorder`.
 
-    The recorder travels with the other keywords down to the first layer; see `AttnResModel.enter_layer`.
+    The recorder goes to the first layer; see `AttnResModel.enter_layer`.
     """
 
     @functools.wraps(base_forward)  # Trainer and `generate` look at the names of the arguments
     def forward(self, *args, output_depth_attentions: bool | None = None, depth_recorder=None, **kwargs):
+        outer = getattr(_HANDED, "value", None)
+        if outer is not None and outer[0] is self.base_model:  # called by the model with a head: it has seen to all
+            return base_forward(self, *args, **kwargs)
         if output_depth_attentions is None:
             output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
         if output_depth_attentions and depth_recorder is None:
             depth_recorder = DepthRecorder(outputs=None)
-        if depth_recorder is not None:
-            kwargs["depth_recorder"] = depth_recorder
-        if isinstance(kwargs.get("inputs_embeds"), DepthStream):  # which the base might scale as it does embeddings
-            kwargs["depth_stream"] = kwargs["inputs_embeds"]
-            kwargs["inputs_embeds"] = kwargs["depth_stream"].newest
+        stream = kwargs["inputs_embeds"] if isinstance(kwargs.get("inputs_embeds"), DepthStream) else None
+        if stream is not None:
+            kwargs["inputs_embeds"] = stream.newest  # which the base may scale, as it does embeddings
+        if output_depth_attentions:
+            return_dict = kwargs.pop("return_dict", None)
+            return_dict = self.config.return_dict if return_dict is None else return_dict
+            kwargs["return_dict"] = True
+        _HANDED.value = self.base_model, depth_recorder, stream
+        try:
+            outputs = _with_tensors(base_forward(self, *args, **kwargs))
+        finally:
+            _HANDED.value = outer
         if not output_depth_attentions:
-            outputs = base_forward(self, *args, **kwargs)
-            _check_recorded(self, depth_recorder)
-            return _with_tensors(outputs)
-        return_dict = kwargs.pop("return_dict", None)
-        return_dict = self.config.return_dict if return_dict is None else return_dict
-        # Nobody within is to ask for them again
-        outputs = base_forward(self, *args, return_dict=True, output_depth_attentions=False, **kwargs)
-        _check_recorded(self, depth_recorder)
+            return outputs
         weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
-        outputs = _output_class(type(outputs))(**_with_tensors(outputs), depth_attentions=weights)
+        outputs = _output_class(type(outputs))(**outputs, depth_attentions=weights)
         return outputs if return_dict else outputs.to_tuple()
 
     return forward
-
-
-def _check_recorded(model: PreTrainedModel, recorder: DepthRecorder | None):
-    if recorder is not None and not recorder.weights:
-        raise ValueError(
-            f"Depth attentions cannot be had of a model on base `{model.config.base_model_type}`, which does not pass"
-            " keywords on to its layers."
-        )
 
 
 def _with_tensors(outputs):
@@ -402,7 +402,9 @@ class AttnResModel(AttnResPreTrainedModel):
 
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give the first layer a stream that starts with the embedding; the others have been given one."""
-        recorder, handed_on = kwargs.pop("depth_recorder", None), kwargs.pop("depth_stream", None)
+        of_model, recorder, handed_on = getattr(_HANDED, "value", None) or (None, None, None)
+        if of_model is not self:
+            recorder = handed_on = None
         stream, entry_site = args[0] if args else kwargs["hidden_states"], layer.depth_sites[0]
         if isinstance(stream, torch.Tensor):
             if handed_on is not None:
@@ -591,8 +593,6 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
             steps.append(outputs.depth_attentions)
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
-    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the names of the arguments
-    def prepare_inputs_for_generation(self, *args, **kwargs):
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
         return getattr(cls, "base_class", super())._supports_default_dynamic_cache()  # which looks at the name
@@ -604,6 +604,8 @@ class AttnResForCausalLM(AttnResPreTrainedModel, GenerationMixin):
         if "cache_params" in names and "past_key_values" not in names and "past_key_values" in model_kwargs:
             model_kwargs.setdefault("cache_params", model_kwargs.pop("past_key_values"))
 
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the names of the arguments
+    def prepare_inputs_for_generation(self, *args, **kwargs):
         model_inputs = super().prepare_inputs_for_generation(*args, **kwargs)
         if _DEPTH_ATTENTIONS_OF_STEPS.get() is not None:
             model_inputs["output_depth_attentions"] = True
