@@ -308,24 +308,30 @@ class DepthStream:
         return isinstance(other, torch.Tensor) and other.shape == self.shape
 
     def __mul__(self, other):
-        if self._is_number(other):
+        if self._is_factor(other):
             return self.on_sources(lambda source: source * other)
         return self.read() * _read_all(other)
 
     __rmul__ = __mul__
     __imul__ = __mul__
 
-    def _is_number(self, other: Any) -> bool:
-        if isinstance(other, torch.Tensor):
-            return (
-                other.ndim <= 1 and other.numel() == 1
-            )  # of more dimensions it goes with the tokens, if there is one
+    def __truediv__(self, other):
+        return self * (1 / other) if self._is_factor(other) else self.read() / _read_all(other)
+
+    def _is_factor(self, other: Any) -> bool:
+        """Whether it scales all tokens alike: a number, or one for each feature."""
+        if isinstance(other, torch.Tensor):  # of more dimensions it goes with the tokens, if there is one
+            return other.ndim <= 1 and other.numel() in (1, self.shape[-1])
         return not isinstance(other, DepthStream)
 
     def __sub__(self, other):
         return self.read() - other
 
     def __getitem__(self, index):
+        slices = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(of_dim, slice) for of_dim in slices) and slices[self.ndim - 1 :] in ((), (slice(None),)):
+            is_whole = all(of_dim.indices(size) == (0, size, 1) for of_dim, size in zip(slices, self.shape))
+            return self if is_whole else self.on_sources(lambda source: source[index])  # some of the tokens
         return self.read()[index]
 
     def __len__(self) -> int:
@@ -341,7 +347,7 @@ class DepthStream:
                 return stream.write(output)  # not `+`, which a compiler brings back here
         if name in ("mul", "__mul__", "__rmul__", "__imul__") and len(args) == 2 and not kwargs:
             stream, number = args if isinstance(args[0], cls) else args[::-1]
-            if stream._is_number(number):
+            if stream._is_factor(number):
                 return stream.on_sources(lambda source: source * number)
         if name == "dropout" and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
             return args[0] if args else kwargs["input"]
@@ -365,11 +371,11 @@ def _reading(name: str) -> Callable:
 
 # By name, as a compiler recurses in `__getattr__`
 for _name in (
-    *("abs", "chunk", "clone", "detach", "dropout", "expand", "flatten", "masked_fill", "matmul", "mean", "norm"),
-    *("numel", "permute", "pow", "split", "square", "stride", "sum", "transpose", "type_as", "unsqueeze"),
-    "__truediv__",
+    *(name for name in dir(torch.Tensor) if not name.startswith("_") and not name.endswith("_")),  # none in place
+    *("__rtruediv__", "__pow__", "__matmul__", "__rmatmul__", "__rsub__", "__neg__"),
 ):
-    setattr(DepthStream, _name, _reading(_name))
+    if callable(getattr(torch.Tensor, _name)) and not hasattr(DepthStream, _name):
+        setattr(DepthStream, _name, _reading(_name))
 for _name, _dtype in (("float", "float32"), ("double", "float64"), ("half", "float16"), ("bfloat16", "bfloat16")):
     setattr(DepthStream, _name, lambda self, _dtype=_dtype: self.to(getattr(torch, _dtype)))
 
@@ -394,6 +400,7 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
     others, written_as = args[1:] if given else args, {}
 
     def on_tensors(*tensors):
+        blocks = ()
         if stream is not None:
             queries, partial, *blocks = tensors[: len(given)]
             inner = replace(stream, queries=queries, partial=partial, blocks=tuple(blocks))
