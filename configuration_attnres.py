@@ -22,7 +22,9 @@ from transformers.utils import auto_docstring
 
 
 # Decoders that a probe would not refuse, and why they are
-EXCEPTIONS = dict.fromkeys(("attnres", "inkling2"), "it is an attention-residual architecture already")
+EXCEPTIONS = dict.fromkeys(
+    ("attnres", "inkling2", "inkling2_text"), "it is an attention-residual architecture already"
+)
 
 # Class attributes of a base config that transformers looks up on the config: ours belong to an instance
 _MIRRORED_ATTRIBUTES = (
@@ -221,9 +223,6 @@ class AttnResConfig(PreTrainedConfig):
         # TRL reads this attribute where transformers has no class of the architecture's name
         super().__post_init__(**{"auto_map": {}, **kwargs})
 
-    def validate_architecture(self):
-        """Part of `@strict`-powered validation: the base configuration's own checks."""
-        self.to_base_config()
     def __getattr__(self, name: str):
         # Asked for what is not found: properties and methods of the base's class
         base_model_type = self.__dict__.get("base_model_type")
@@ -234,6 +233,9 @@ class AttnResConfig(PreTrainedConfig):
                 return member.__get__(self, type(self)) if hasattr(member, "__get__") else member
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
+    def validate_architecture(self):
+        """Part of `@strict`-powered validation: the base configuration's own checks."""
+        self.to_base_config()
 
     def convert_rope_params_to_dict(self, **kwargs):
         return kwargs  # the base configuration has done it
@@ -298,9 +300,9 @@ class AttnResConfig(PreTrainedConfig):
         for name in ("auto_map", *_MIRRORED_ATTRIBUTES):  # the first names the base's code
             values.pop(name, None)
         values["architectures"] = _rename_architectures(values["architectures"], base_config.model_type, to_base=False)
+        values.update(_per_layer(base_config))
         kwargs = {"attn_res_sublayers": sublayers, **kwargs}
         values.update(kwargs, base_model_type=base_config.model_type, model_type=cls.model_type)
-        values.update(_per_layer(base_config))
         config = cls.from_dict(values)
         _copy_private(base_config, config)
         return config
@@ -379,14 +381,14 @@ def _rename_architectures(architectures: list[str] | None, base_model_type: str,
     return [re.sub(rf"^{old}(?=For|Model$)", new, name) for name in architectures]
 
 
-def _copy_private(source: PreTrainedConfig, target: PreTrainedConfig):
-    """Copy where a config came from and which implementations it asks for, which are no keywords of `__init__`."""
 def _per_layer(config: PreTrainedConfig) -> dict[str, Any]:
     """What a config has for single layers, as the keyword that it came from."""
     spec = vars(config).get("_heterogeneity_spec")
     return {} if spec is None else {"per_layer_config": copy.deepcopy(spec.per_layer_overrides)}
 
 
+def _copy_private(source: PreTrainedConfig, target: PreTrainedConfig):
+    """Copy where a config came from and which implementations it asks for, which are no keywords of `__init__`."""
     for name in ("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions"):
         target.__dict__[name] = vars(source)[name]
     target._name_or_path = source._name_or_path
@@ -397,7 +399,8 @@ def decoder_layers(model):
     from torch import nn
 
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    return next((found for found in lists if len(found) == model.config.num_hidden_layers), lists[0])
+    num_layers = getattr(model.config, "num_hidden_layers", None)
+    return next((found for found in lists if len(found) == num_layers), lists[0])
 
 
 def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
@@ -409,6 +412,7 @@ def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._python_dispatch import TorchDispatchMode
     from transformers.initialization import no_init_weights
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -418,21 +422,40 @@ def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
         def read(self, norm=None):
             return self.newest
 
+    class OneOfAll(TorchDispatchMode):
+        # There are no numbers, so what they choose (experts, or their tokens) is one, and the first
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.nonzero.default:
+                return torch.tensor([[0] * args[0].ndim])  # of which a fake tensor keeps the numbers
+            return function(*args, **(kwargs or {}))
+
     counts: list[int] = []
+
+    def refuse(reason: str):
+        raise ValueError(f"`base_model_type={base_config.model_type!r}` is not supported: {reason}")
 
     def start(layer, args, kwargs):
         stream = Probe(None, (args[0] if args else kwargs["hidden_states"],), block_size=sys.maxsize)
         return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
     def count(layer, args, output):
-        stream = output[0] if isinstance(output, tuple) else output
+        stream, *others = output if isinstance(output, tuple) else (output,)
         if not isinstance(stream, DepthStream):
-            raise ValueError(
-                f"`base_model_type={base_config.model_type!r}` is not supported: a {type(layer).__name__} does more to"
-                " its residual stream than to add outputs to it and to read it."
+            refuse(
+                f"a {type(layer).__name__} does more to its residual stream than to add outputs to it and to read it."
             )
+        if any(isinstance(other, torch.Tensor) and other.shape == stream.shape for other in others):
+            refuse(f"a {type(layer).__name__} hands on two residual streams.")
+        if stream.shape[-1] != base_config.hidden_size:
+            refuse(
+                f"its residual stream has {stream.shape[-1]} features, not the {base_config.hidden_size} of a token."
+            )
+        if layer is not layers[min(len(counts), len(layers) - 1)]:
+            refuse(f"a {type(layer).__name__} runs more than once, or not in the order of the layers.")
         counts.append(stream.site - sum(counts))
 
+    if not hasattr(base_config, "num_hidden_layers"):
+        refuse("its layers are not one stack, of which its config would have the number.")
     base_config = copy.deepcopy(base_config)
     base_config._attn_implementation, base_config._experts_implementation = "eager", "batched_mm"
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_init_weights(), torch.no_grad():
@@ -441,7 +464,10 @@ def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
         layers[0].register_forward_pre_hook(start, with_kwargs=True)
         for layer in layers:
             layer.register_forward_hook(count)
-        model(torch.zeros(1, 3, dtype=torch.long), use_cache=False)
+        with OneOfAll():
+            model(torch.zeros(1, 3, dtype=torch.long), use_cache=False)
+    if len(counts) != len(layers):
+        refuse(f"{len(counts)} of its {len(layers)} layers have run, one after the other.")
     return counts
 
 
