@@ -403,7 +403,7 @@ DECODERS = {
     "xlm-roberta": AS_DECODER,
     "xlm-roberta-xl": AS_DECODER,
     "xlnet": {"d_inner": 48, "d_head": 8},
-    "xlstm": {"num_heads": 2, "chunk_size": 4},
+    "xlstm": {"hidden_size": 128, "embedding_dim": 128, "num_heads": 2, "chunk_size": 64},
     "xmod": {**AS_DECODER, "default_language": "en_XX"},
     "youtu": ALL_HEADS,
     "zamba": {

@@ -88,14 +88,19 @@ class LiteralDefinition(TorchDispatchMode):
                 output = output.clone()  # before it is added to in place
                 return self.keep(function(*args), [*outputs, output])
         if function in (aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar) and any(given):
-            (number,) = [a for a, o in zip(args, given) if o is None] or [None]
-            if number is not None and (not isinstance(number, torch.Tensor) or (number.ndim <= 1 == number.numel())):
-                scaled = [output * number for output in given[0] or given[1]]
+            (factor,) = [a for a, o in zip(args, given) if o is None] or [None]
+            width = (args[0] if given[0] else args[1]).shape[-1]
+            if factor is not None and (
+                not isinstance(factor, torch.Tensor) or (factor.ndim <= 1 and factor.numel() in (1, width))
+            ):
+                scaled = [output * factor for output in given[0] or given[1]]
                 return self.keep(function(*args), scaled)
         if function in VIEWS and given[0]:
             result = function(*args, **kwargs)
             if result.shape[-1] == args[0].shape[-1]:
                 return self.keep(result, [output.view(result.shape) for output in given[0]])
+        if function is aten.slice.Tensor and given[0] and args[1] % args[0].ndim != args[0].ndim - 1:  # of the tokens
+            return self.keep(function(*args), [function(output, *args[1:]) for output in given[0]])
         if function is aten._to_copy.default and given[0]:
             return self.keep(function(*args, **kwargs), given[0])
         if function is aten.detach.default and given[0]:  # of a hook, or of the native code's own `no_grad`
@@ -108,7 +113,7 @@ def literal_logits(native, model, input_ids, **kwargs):
     queries, config = model.base_model.depth_queries, model.config
     layers = next(
         module
-        for module in native.base_model.modules()
+        for module in native.modules()
         if isinstance(module, torch.nn.ModuleList) and len(module) == len(layers_of(model))
     )
     definition = LiteralDefinition(
