@@ -22,16 +22,21 @@ from transformers.utils import auto_docstring
 
 
 # Decoders that a probe would not refuse, and why they are
-EXCEPTIONS = dict.fromkeys(("attnres", "inkling2"), "it is an attention-residual architecture already")
+EXCEPTIONS = dict.fromkeys(
+    ("attnres", "inkling2", "inkling2_text"), "it is an attention-residual architecture already"
+)
 
 # Class attributes of a base config that transformers looks up on the config: ours belong to an instance
-_MIRRORED_ATTRIBUTES = ("attribute_map", "base_model_tp_plan", "base_model_ep_plan", "default_theta")
+_MIRRORED_ATTRIBUTES = (
+    *("attribute_map", "base_model_tp_plan", "base_model_ep_plan", "default_theta", "sub_configs"),
+    "ignore_keys_at_rope_validation",
+)
 # Keywords of `PreTrainedConfig.__init__` that are no dataclass fields
 _GENERIC_KEYWORDS = {
     *("name_or_path", "model_type", "torch_dtype", "num_labels", "output_attentions", "attn_implementation"),
     *("experts_implementation", "per_layer_config", "auto_map", "quantization_config", "distributed_config"),
     *("gradient_checkpointing", "tokenizer_class", "tie_last_hidden_states", "is_decoder", "is_causal"),
-    "output_depth_attentions",
+    *("output_depth_attentions", "ignore_keys_at_rope_validation"),
 }
 _ROPE_KEYWORDS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
 
@@ -122,7 +127,11 @@ def _base_keywords(base_class: type[PreTrainedConfig]) -> frozenset[str]:
     # Keywords that only its `__post_init__` knows: spellings of the released checkpoints
     names |= {*re.findall(r'kwargs\.(?:pop|get)\("(\w+)"', inspect.getsource(base_class.__post_init__))}
     generic = {field.name for field in fields(PreTrainedConfig)} | _GENERIC_KEYWORDS
-    return frozenset(name for name in names - generic if not name.startswith("_"))
+    return frozenset(name for name in names - generic if _is_field(name, base_class))
+
+
+def _is_field(name: str, base_class: type[PreTrainedConfig]) -> bool:
+    return not name.startswith("_") or name in {field.name for field in fields(base_class)}
 
 
 def _is_known(name: str, base_class: type[PreTrainedConfig]) -> bool:
@@ -198,7 +207,8 @@ class AttnResConfig(PreTrainedConfig):
             )
         _check_known(kwargs, base_class)
         kwargs.pop("model_type", None)
-        base_kwargs = {name: kwargs.pop(name) for name in _base_keywords(base_class) & kwargs.keys()}
+        keywords = _base_keywords(base_class) | {"per_layer_config"}
+        base_kwargs = {name: kwargs.pop(name) for name in keywords & kwargs.keys()}
         if self.tie_word_embeddings is not None:
             base_kwargs["tie_word_embeddings"] = self.tie_word_embeddings
         base_config = base_class(**base_kwargs)
@@ -208,10 +218,20 @@ class AttnResConfig(PreTrainedConfig):
             if hasattr(base_class, name):
                 self.__dict__[name] = getattr(base_class, name)
         for name, value in vars(base_config).items():
-            if name in _base_keywords(base_class):
+            if name in keywords or name == "_heterogeneity_spec":
                 self.__dict__[name] = value
         # TRL reads this attribute where transformers has no class of the architecture's name
         super().__post_init__(**{"auto_map": {}, **kwargs})
+
+    def __getattr__(self, name: str):
+        # Asked for what is not found: properties and methods of the base's class
+        base_model_type = self.__dict__.get("base_model_type")
+        name = self.__dict__.get("attribute_map", {}).get(name, name)
+        for base in () if base_model_type is None else base_config_class(base_model_type).__mro__:
+            if name in vars(base) and not name.startswith("__"):
+                member = vars(base)[name]
+                return member.__get__(self, type(self)) if hasattr(member, "__get__") else member
+        raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 
     def validate_architecture(self):
         """Part of `@strict`-powered validation: the base configuration's own checks."""
@@ -275,9 +295,12 @@ class AttnResConfig(PreTrainedConfig):
         if block_size is not None:
             kwargs["attn_res_block_size"] = block_size
 
-        values = {name: value for name, value in copy.deepcopy(vars(base_config)).items() if not name.startswith("_")}
-        values.pop("auto_map", None)  # names the base's code
+        values = copy.deepcopy(vars(base_config))
+        values = {name: value for name, value in values.items() if _is_field(name, type(base_config))}
+        for name in ("auto_map", *_MIRRORED_ATTRIBUTES):  # the first names the base's code
+            values.pop(name, None)
         values["architectures"] = _rename_architectures(values["architectures"], base_config.model_type, to_base=False)
+        values.update(_per_layer(base_config))
         kwargs = {"attn_res_sublayers": sublayers, **kwargs}
         values.update(kwargs, base_model_type=base_config.model_type, model_type=cls.model_type)
         config = cls.from_dict(values)
@@ -291,10 +314,10 @@ class AttnResConfig(PreTrainedConfig):
         values = {
             name: value
             for name, value in copy.deepcopy(vars(self)).items()
-            if not name.startswith(("_", "attn_res_")) and name not in left_out
+            if _is_field(name, base_class) and not name.startswith("attn_res_") and name not in left_out
         }
         values["architectures"] = _rename_architectures(values["architectures"], self.base_model_type, to_base=True)
-        base_config = base_class(**values)
+        base_config = base_class(**values, **_per_layer(self))
         _copy_private(self, base_config)
         return base_config
 
@@ -358,6 +381,12 @@ def _rename_architectures(architectures: list[str] | None, base_model_type: str,
     return [re.sub(rf"^{old}(?=For|Model$)", new, name) for name in architectures]
 
 
+def _per_layer(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a config has for single layers, as the keyword that it came from."""
+    spec = vars(config).get("_heterogeneity_spec")
+    return {} if spec is None else {"per_layer_config": copy.deepcopy(spec.per_layer_overrides)}
+
+
 def _copy_private(source: PreTrainedConfig, target: PreTrainedConfig):
     """Copy where a config came from and which implementations it asks for, which are no keywords of `__init__`."""
     for name in ("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions"):
@@ -370,7 +399,8 @@ def decoder_layers(model):
     from torch import nn
 
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    return next((found for found in lists if len(found) == model.config.num_hidden_layers), lists[0])
+    num_layers = getattr(model.config, "num_hidden_layers", None)
+    return next((found for found in lists if len(found) == num_layers), lists[0])
 
 
 def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
@@ -382,6 +412,7 @@ def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
     import torch
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.symbolic_shapes import ShapeEnv
+    from torch.utils._python_dispatch import TorchDispatchMode
     from transformers.initialization import no_init_weights
     from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -391,21 +422,40 @@ def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
         def read(self, norm=None):
             return self.newest
 
+    class OneOfAll(TorchDispatchMode):
+        # There are no numbers, so what they choose (experts, or their tokens) is one, and the first
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function is torch.ops.aten.nonzero.default:
+                return torch.tensor([[0] * args[0].ndim])  # of which a fake tensor keeps the numbers
+            return function(*args, **(kwargs or {}))
+
     counts: list[int] = []
+
+    def refuse(reason: str):
+        raise ValueError(f"`base_model_type={base_config.model_type!r}` is not supported: {reason}")
 
     def start(layer, args, kwargs):
         stream = Probe(None, (args[0] if args else kwargs["hidden_states"],), block_size=sys.maxsize)
         return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
     def count(layer, args, output):
-        stream = output[0] if isinstance(output, tuple) else output
+        stream, *others = output if isinstance(output, tuple) else (output,)
         if not isinstance(stream, DepthStream):
-            raise ValueError(
-                f"`base_model_type={base_config.model_type!r}` is not supported: a {type(layer).__name__} does more to"
-                " its residual stream than to add outputs to it and to read it."
+            refuse(
+                f"a {type(layer).__name__} does more to its residual stream than to add outputs to it and to read it."
             )
+        if any(isinstance(other, torch.Tensor) and other.shape == stream.shape for other in others):
+            refuse(f"a {type(layer).__name__} hands on two residual streams.")
+        if stream.shape[-1] != base_config.hidden_size:
+            refuse(
+                f"its residual stream has {stream.shape[-1]} features, not the {base_config.hidden_size} of a token."
+            )
+        if layer is not layers[min(len(counts), len(layers) - 1)]:
+            refuse(f"a {type(layer).__name__} runs more than once, or not in the order of the layers.")
         counts.append(stream.site - sum(counts))
 
+    if not hasattr(base_config, "num_hidden_layers"):
+        refuse("its layers are not one stack, of which its config would have the number.")
     base_config = copy.deepcopy(base_config)
     base_config._attn_implementation, base_config._experts_implementation = "eager", "batched_mm"
     with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_init_weights(), torch.no_grad():
@@ -414,7 +464,10 @@ def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
         layers[0].register_forward_pre_hook(start, with_kwargs=True)
         for layer in layers:
             layer.register_forward_hook(count)
-        model(torch.zeros(1, 3, dtype=torch.long), use_cache=False)
+        with OneOfAll():
+            model(torch.zeros(1, 3, dtype=torch.long), use_cache=False)
+    if len(counts) != len(layers):
+        refuse(f"{len(counts)} of its {len(layers)} layers have run, one after the other.")
     return counts
 
 

@@ -313,24 +313,32 @@ class DepthStream:
         return isinstance(other, torch.Tensor) and other.shape == self.shape
 
     def __mul__(self, other):
-        if self._is_number(other):
+        if self._is_factor(other):
             return self.on_sources(lambda source: source * other)
         return self.read() * _read_all(other)
 
     __rmul__ = __mul__
     __imul__ = __mul__
 
-    def _is_number(self, other: Any) -> bool:
-        if isinstance(other, torch.Tensor):
-            return (
-                other.ndim <= 1 and other.numel() == 1
-            )  # of more dimensions it goes with the tokens, if there is one
+    def __truediv__(self, other):
+        if self._is_factor(other):
+            return self.on_sources(lambda source: source / other)
+        return self.read() / _read_all(other)
+
+    def _is_factor(self, other: Any) -> bool:
+        """Whether it is a number, which scales reads as it scales sources. Other factors change the scores."""
+        if isinstance(other, torch.Tensor):  # of more dimensions it goes with the tokens, if there is one
+            return other.ndim <= 1 and other.numel() == 1
         return not isinstance(other, DepthStream)
 
     def __sub__(self, other):
         return self.read() - other
 
     def __getitem__(self, index):
+        slices = index if isinstance(index, tuple) else (index,)
+        if all(isinstance(of_dim, slice) for of_dim in slices) and slices[self.ndim - 1 :] in ((), (slice(None),)):
+            is_whole = all(of_dim.indices(size) == (0, size, 1) for of_dim, size in zip(slices, self.shape))
+            return self if is_whole else self.on_sources(lambda source: source[index])  # some of the tokens
         return self.read()[index]
 
     def __len__(self) -> int:
@@ -346,7 +354,7 @@ class DepthStream:
                 return stream.write(output)  # not `+`, which a compiler brings back here
         if name in ("mul", "__mul__", "__rmul__", "__imul__") and len(args) == 2 and not kwargs:
             stream, number = args if isinstance(args[0], cls) else args[::-1]
-            if stream._is_number(number):
+            if stream._is_factor(number):
                 return stream.on_sources(lambda source: source * number)
         if name == "dropout" and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
             return args[0] if args else kwargs["input"]
@@ -370,11 +378,11 @@ def _reading(name: str) -> Callable:
 
 # By name, as a compiler recurses in `__getattr__`
 for _name in (
-    *("abs", "chunk", "clone", "detach", "dropout", "expand", "flatten", "masked_fill", "matmul", "mean", "norm"),
-    *("numel", "permute", "pow", "split", "square", "stride", "sum", "transpose", "type_as", "unsqueeze"),
-    "__truediv__",
+    *(name for name in dir(torch.Tensor) if not name.startswith("_") and not name.endswith("_")),  # none in place
+    *("__rtruediv__", "__pow__", "__matmul__", "__rmatmul__", "__rsub__", "__neg__"),
 ):
-    setattr(DepthStream, _name, _reading(_name))
+    if callable(getattr(torch.Tensor, _name)) and not hasattr(DepthStream, _name):
+        setattr(DepthStream, _name, _reading(_name))
 for _name, _dtype in (("float", "float32"), ("double", "float64"), ("half", "float16"), ("bfloat16", "bfloat16")):
     setattr(DepthStream, _name, lambda self, _dtype=_dtype: self.to(getattr(torch, _dtype)))
 
@@ -396,9 +404,10 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
     # Before transformers 5.20 the stream may begin in here, as hooks of the layer run within its checkpoint
     stream = args[0] if args and isinstance(args[0], DepthStream) else None
     given = () if stream is None else (stream.queries, stream.partial, *stream.blocks)
-    others, num_known, written_as = args[1:] if given else args, max(len(given) - 2, 0), {}
+    others, written_as = args[1:] if given else args, {}
 
     def on_tensors(*tensors):
+        blocks = ()
         if stream is not None:
             queries, partial, *blocks = tensors[: len(given)]
             inner = replace(stream, queries=queries, partial=partial, blocks=tuple(blocks))
@@ -409,16 +418,17 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
         if not isinstance(written, DepthStream):
             return output
         names = ("site", "block_size", "eps", "sums", "cast", "recorder")
-        written_as.update({name: getattr(written, name) for name in names}, dtype=written.newest.dtype)
-        written_as.update(rest=len(rest), is_tuple=isinstance(output, tuple))
-        return None if given else written.queries, written.partial, *rest, *written.blocks[num_known:]
+        written_as.update({name: getattr(written, name) for name in names}, is_tuple=isinstance(output, tuple))
+        # Blocks that the layer has been given come back only if it has changed them, by a factor or a dtype
+        is_kept = all(block is new for block, new in zip(blocks, written.blocks))
+        written_as.update(rest=len(rest), kept=len(blocks) if is_kept else 0)
+        return None if given else written.queries, written.partial, *rest, *written.blocks[written_as["kept"] :]
 
     outputs = checkpoint(on_tensors, *given, *others)
     if not written_as:  # the layer's hook says what is wrong with that
         return outputs
     queries, partial, *outputs = outputs
-    dtype, num_rest, is_tuple = (written_as.pop(name) for name in ("dtype", "rest", "is_tuple"))
-    known = () if stream is None else stream._widened(dtype).blocks
-    blocks = (*known, *outputs[num_rest:])
+    num_kept, num_rest, is_tuple = (written_as.pop(name) for name in ("kept", "rest", "is_tuple"))
+    blocks = (*given[2 : 2 + num_kept], *outputs[num_rest:])
     new = DepthStream(given[0] if given else queries, blocks, partial, **written_as)
     return (new, *outputs[:num_rest]) if is_tuple else new

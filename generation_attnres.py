@@ -3,6 +3,7 @@
 
 import contextvars
 import functools
+import inspect
 from collections.abc import Sequence
 from dataclasses import make_dataclass
 
@@ -91,6 +92,17 @@ class AttnResGenerationMixin(GenerationMixin):
         if steps is not None:
             steps.append(outputs.depth_attentions)
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        return getattr(cls, "base_class", super())._supports_default_dynamic_cache()  # which looks at the name
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        # transformers tells by the name of a class what its forward calls the cache
+        names = inspect.signature(self.forward).parameters
+        if "cache_params" in names and "past_key_values" not in names and "past_key_values" in model_kwargs:
+            model_kwargs.setdefault("cache_params", model_kwargs.pop("past_key_values"))
 
     @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the names of the arguments
     def prepare_inputs_for_generation(self, *args, **kwargs):

@@ -187,7 +187,9 @@ class AttnResPreTrainedModel(PreTrainedModel):
     def members_of_base(cls, base: type[PreTrainedModel]) -> dict:
         """What a class of both has of its base, although it comes second in its line of ancestors."""
         names = [name for name in vars(AttnResPreTrainedModel) if name in vars(PreTrainedModel) and name[:2] != "__"]
-        members = {name: getattr(base, name) for name in names if not callable(getattr(cls, name))}
+        members = {
+            name: getattr(base, name) for name in names if not callable(getattr(cls, name)) and name != "base_model"
+        }
         members |= {
             "base_class": base,
             "config_class": AttnResConfig,
@@ -211,6 +213,14 @@ class AttnResPreTrainedModel(PreTrainedModel):
             trunk.read_over_depth()
         super().post_init()
 
+    @property
+    def base_model(self) -> PreTrainedModel:
+        """The decoder, also where the base names a prefix for it that a model with a head does not have."""
+        found = getattr(self, self.base_model_prefix, self)
+        if found is not self or isinstance(self, AttnResModel):
+            return found
+        return next((child for child in self.children() if isinstance(child, PreTrainedModel)), self)
+
     @classmethod
     def is_custom_code(cls) -> bool:
         if hasattr(cls, "base_class"):
@@ -225,6 +235,11 @@ class AttnResPreTrainedModel(PreTrainedModel):
             init.ones_(module.key_norm)
         else:
             super()._init_weights(module)
+
+    def _initialize_weights(self, module, is_custom_code: bool = False):
+        # As those of a native model: of custom code, modules without parameters are left out, and there bases fill
+        # the buffers of others
+        super()._initialize_weights(module)
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=None, **kwargs):
         if gradient_checkpointing_func is not None:
@@ -284,45 +299,45 @@ class AttnResPreTrainedModel(PreTrainedModel):
         return loading_info
 
 
+# What the forward pass that runs in this thread hands to the first layer of its model, around the code of the base,
+# which may have no way for it: `(model, recorder, stream)`. Not a context variable, as compilers do not know these
+_HANDED = threading.local()
+
+
 def _with_depth_attentions(base_forward: Callable) -> Callable:
     """The forward of a base, which also takes `output_depth_attentions` and a `depth_recorder`.
 
-    The recorder travels with the other keywords down to the first layer; see `AttnResModel.enter_layer`.
+    The recorder goes to the first layer; see `AttnResModel.enter_layer`.
     """
 
     @functools.wraps(base_forward)  # Trainer and `generate` look at the names of the arguments
     def forward(self, *args, output_depth_attentions: bool | None = None, depth_recorder=None, **kwargs):
+        outer = getattr(_HANDED, "value", None)
+        if outer is not None and outer[0] is self.base_model:  # called by the model with a head: it has seen to all
+            return base_forward(self, *args, **kwargs)
         if output_depth_attentions is None:
             output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
         if output_depth_attentions and depth_recorder is None:
             depth_recorder = DepthRecorder(outputs=None)
-        if depth_recorder is not None:
-            kwargs["depth_recorder"] = depth_recorder
-        if isinstance(kwargs.get("inputs_embeds"), DepthStream):  # which the base might scale as it does embeddings
-            kwargs["depth_stream"] = kwargs["inputs_embeds"]
-            kwargs["inputs_embeds"] = kwargs["depth_stream"].newest
+        stream = kwargs["inputs_embeds"] if isinstance(kwargs.get("inputs_embeds"), DepthStream) else None
+        if stream is not None:
+            kwargs["inputs_embeds"] = stream.newest  # which the base may scale, as it does embeddings
+        if output_depth_attentions:
+            return_dict = kwargs.pop("return_dict", None)
+            return_dict = self.config.return_dict if return_dict is None else return_dict
+            kwargs["return_dict"] = True
+        _HANDED.value = self.base_model, depth_recorder, stream
+        try:
+            outputs = _with_tensors(base_forward(self, *args, **kwargs))
+        finally:
+            _HANDED.value = outer
         if not output_depth_attentions:
-            outputs = base_forward(self, *args, **kwargs)
-            _check_recorded(self, depth_recorder)
-            return _with_tensors(outputs)
-        return_dict = kwargs.pop("return_dict", None)
-        return_dict = self.config.return_dict if return_dict is None else return_dict
-        # Nobody within is to ask for them again
-        outputs = base_forward(self, *args, return_dict=True, output_depth_attentions=False, **kwargs)
-        _check_recorded(self, depth_recorder)
+            return outputs
         weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
-        outputs = with_depth_attentions(type(outputs))(**_with_tensors(outputs), depth_attentions=weights)
+        outputs = with_depth_attentions(type(outputs))(**outputs, depth_attentions=weights)
         return outputs if return_dict else outputs.to_tuple()
 
     return forward
-
-
-def _check_recorded(model: PreTrainedModel, recorder: DepthRecorder | None):
-    if recorder is not None and not recorder.weights:
-        raise ValueError(
-            f"Depth attentions cannot be had of a model on base `{model.config.base_model_type}`, which does not pass"
-            " keywords on to its layers."
-        )
 
 
 def _with_tensors(outputs):
@@ -373,12 +388,14 @@ class AttnResModel(AttnResPreTrainedModel):
             layer.register_forward_pre_hook(self.enter_layer, with_kwargs=True)
             layer.register_forward_hook(self.leave_layer)
         for module in [*(child for layer in layers for child in layer.children()), *self.children()]:
-            if "Norm" in type(module).__name__:
+            if "Norm" in type(module).__name__ and not list(module.children()):
                 module.__class__ = of_both(DepthReader, type(module))
 
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give the first layer a stream that starts with the embedding; the others have been given one."""
-        recorder, handed_on = kwargs.pop("depth_recorder", None), kwargs.pop("depth_stream", None)
+        of_model, recorder, handed_on = getattr(_HANDED, "value", None) or (None, None, None)
+        if of_model is not self:
+            recorder = handed_on = None
         stream, entry_site = args[0] if args else kwargs["hidden_states"], layer.depth_sites[0]
         if isinstance(stream, torch.Tensor):
             if handed_on is not None:

@@ -383,7 +383,7 @@ READS = {
     "itself, times": lambda stream, x: stream * stream,
     "a vector, times": lambda stream, x: stream * x[0, 0],
     "a vector, in front": lambda stream, x: x[0, 0] * stream,
-    "a quotient": lambda stream, x: stream / 2,
+    "a quotient": lambda stream, x: stream / x,
     "differences": lambda stream, x: (stream - x) + (x - stream) * 2,
     "items": lambda stream, x: stream[1:, 2],
     "lists": lambda stream, x: torch.cat([stream, x], dim=-1),
