@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every model type that transformers has a causal language model of: a tiny config, or why it is no decoder.
 
 `DECODERS` has what a type needs beside `COMMON`, of which it takes the fields that its config class has. The layers

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """What holds for every decoder of transformers: `python tests/family_survey.py RESULTS.json [model types]`.
 
 Each type is measured on a tiny model with random weights, in fp64 (also what the base computes in fp32), and written

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Block AttnRes by definition, on any native decoder: what the models are compared with.
 
 The native model runs as it is, on tensors. Below its code, where PyTorch carries out one operation after the other,

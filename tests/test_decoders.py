@@ -1,0 +1,43 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Decoders of transformers as bases, each against itself and against a literal definition below its native code.
+
+Which there are, and their configs, is in `decoder_configs.py`; what is measured is in `family_survey.py`.
+"""
+
+import pytest
+from decoder_configs import DECODERS, NOT_DECODERS
+from family_survey import survey
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+
+# Of different kinds: what they add at once, norms behind sublayers, positions, names of things, caches, states
+SPREAD = ("gpt_neox", "cohere2", "gemma3_text", "olmo2", "gpt2", "bloom", "opt", "phi", "mamba", "jamba", "glm4_moe")
+# Sums in fp64, in other orders: layers deep, and some of them long
+ROUNDING = 1e-12
+
+
+def test_every_type_is_known():
+    assert {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} <= {*DECODERS, *NOT_DECODERS}
+
+
+@pytest.mark.parametrize("model_type", SPREAD)
+def test_decoder(model_type):
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip("not in this version of transformers")
+    found = survey(model_type)
+    assert "error" not in found and "refused" not in found, found
+    problems = {name: value for name, value in found.items() if isinstance(value, dict) and "error" in value}
+    assert not problems
+    assert found["flags"]["dtype"] == "torch.float64"
+    for name in ("zero_queries", "random_queries", "training_mode", "depth_attentions"):
+        assert found[name] < ROUNDING, (name, found[name])
+    assert found["moved"] > 1e-2, "the queries do nothing"
+    assert found["generation"]["to_base"] < ROUNDING
+    assert found["generation"]["attnres"] < max(ROUNDING, 4 * found["generation"]["base"])
+    assert found["save_and_load"] == {"difference": 0}
+    # The first site has one source. Cohere adds two branches one after the other, and reads nothing in between
+    unused = [0, 1, 3, 5, 7] if model_type == "cohere2" else [0]
+    assert found["gradients"] == {"lost": [], "queries_without": unused}
+    assert all(found["checkpointing"][name] < ROUNDING for name in ("not reentrant", "reentrant"))
+    per_layer = {"gpt_neox": 1, "phi": 1, "mamba": 1}.get(model_type, 2)
+    assert found["sublayers"] == [per_layer] * 4
