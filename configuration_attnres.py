@@ -1,8 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0. trf-ignore: TRF028
-"""AttnRes configuration: that of a base, any decoder of transformers, with the depth-attention fields beside its own.
-
-Also the probe that counts how often the layers of a base add to the residual stream, without weights.
-"""
+"""AttnRes configuration: that of a base, any decoder of transformers, with the depth-attention fields beside its own."""
 
 import copy
 import difflib
@@ -10,7 +7,6 @@ import functools
 import inspect
 import math
 import re
-import sys
 from dataclasses import fields
 from typing import Any
 
@@ -255,6 +251,8 @@ class AttnResConfig(PreTrainedConfig):
             ValueError: if the base does more to its residual stream than to add to it and to read it.
         """
         if self.attn_res_sublayers is None or len(self.attn_res_sublayers) != self.num_hidden_layers:
+            from .depth_probe import probe_sublayers
+
             self.attn_res_sublayers = probe_sublayers(self.to_base_config())
         return self.attn_res_sublayers
 
@@ -277,6 +275,8 @@ class AttnResConfig(PreTrainedConfig):
         Raises:
             ValueError: for an unsupported base, or if both or impossible numbers are given.
         """
+        from .depth_probe import probe_sublayers
+
         if not isinstance(base_config, PreTrainedConfig):
             raise ValueError(
                 "`base_config` must be the configuration of a base, such as `Qwen3Config()` or"
@@ -392,83 +392,6 @@ def _copy_private(source: PreTrainedConfig, target: PreTrainedConfig):
     for name in ("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions"):
         target.__dict__[name] = vars(source)[name]
     target._name_or_path = source._name_or_path
-
-
-def decoder_layers(model):
-    """The decoder layers of a model without head: its first list of modules, of as many as the config says."""
-    from torch import nn
-
-    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
-    num_layers = getattr(model.config, "num_hidden_layers", None)
-    return next((found for found in lists if len(found) == num_layers), lists[0])
-
-
-def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
-    """Count how often each decoder layer of a base adds to its residual stream, without weights or memory for any.
-
-    Raises:
-        ValueError: if a layer does not hand on the stream: the base does more to it than to add to it and to read it.
-    """
-    import torch
-    from torch._subclasses.fake_tensor import FakeTensorMode
-    from torch.fx.experimental.symbolic_shapes import ShapeEnv
-    from torch.utils._python_dispatch import TorchDispatchMode
-    from transformers.initialization import no_init_weights
-    from transformers.models.auto.modeling_auto import MODEL_MAPPING
-
-    from .depth_stream import DepthStream
-
-    class Probe(DepthStream):
-        def read(self, norm=None):
-            return self.newest
-
-    class OneOfAll(TorchDispatchMode):
-        # There are no numbers, so what they choose (experts, or their tokens) is one, and the first
-        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-            if function is torch.ops.aten.nonzero.default:
-                return torch.tensor([[0] * args[0].ndim])  # of which a fake tensor keeps the numbers
-            return function(*args, **(kwargs or {}))
-
-    counts: list[int] = []
-
-    def refuse(reason: str):
-        raise ValueError(f"`base_model_type={base_config.model_type!r}` is not supported: {reason}")
-
-    def start(layer, args, kwargs):
-        stream = Probe(None, (args[0] if args else kwargs["hidden_states"],), block_size=sys.maxsize)
-        return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
-
-    def count(layer, args, output):
-        stream, *others = output if isinstance(output, tuple) else (output,)
-        if not isinstance(stream, DepthStream):
-            refuse(
-                f"a {type(layer).__name__} does more to its residual stream than to add outputs to it and to read it."
-            )
-        if any(isinstance(other, torch.Tensor) and other.shape == stream.shape for other in others):
-            refuse(f"a {type(layer).__name__} hands on two residual streams.")
-        if stream.shape[-1] != base_config.hidden_size:
-            refuse(
-                f"its residual stream has {stream.shape[-1]} features, not the {base_config.hidden_size} of a token."
-            )
-        if layer is not layers[min(len(counts), len(layers) - 1)]:
-            refuse(f"a {type(layer).__name__} runs more than once, or not in the order of the layers.")
-        counts.append(stream.site - sum(counts))
-
-    if not hasattr(base_config, "num_hidden_layers"):
-        refuse("its layers are not one stack, of which its config would have the number.")
-    base_config = copy.deepcopy(base_config)
-    base_config._attn_implementation, base_config._experts_implementation = "eager", "batched_mm"
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_init_weights(), torch.no_grad():
-        model = MODEL_MAPPING[type(base_config)](base_config).eval()
-        layers = decoder_layers(model)
-        layers[0].register_forward_pre_hook(start, with_kwargs=True)
-        for layer in layers:
-            layer.register_forward_hook(count)
-        with OneOfAll():
-            model(torch.zeros(1, 3, dtype=torch.long), use_cache=False)
-    if len(counts) != len(layers):
-        refuse(f"{len(counts)} of its {len(layers)} layers have run, one after the other.")
-    return counts
 
 
 __all__ = ["AttnResConfig"]

@@ -30,9 +30,10 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, 
 from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .configuration_attnres import AttnResConfig, base_config_class, decoder_layers
+from .configuration_attnres import AttnResConfig, base_config_class
 from .depth_attention import BlockCache
 from .depth_backends import get_backend
+from .depth_probe import decoder_layers
 from .depth_stream import DepthRecorder, DepthStream, checkpoint_stream
 from .generation_attnres import AttnResGenerationMixin, with_depth_attentions
 

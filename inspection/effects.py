@@ -5,8 +5,8 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from ..configuration_attnres import probe_sublayers
 from ..depth_attention import num_sources
+from ..depth_probe import probe_sublayers
 from ..depth_stream import DepthRecorder
 from .measure import evaluating, run_recorded
 

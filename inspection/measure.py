@@ -10,8 +10,9 @@ from rich.progress import track
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
-from ..configuration_attnres import AttnResConfig, decoder_layers
+from ..configuration_attnres import AttnResConfig
 from ..depth_attention import mix_and_norm, num_sources
+from ..depth_probe import decoder_layers
 from ..depth_stream import DepthRecorder, DepthStream
 
 
