@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0. trf-ignore: TRF028
-"""AttnRes configuration: that of a base, any decoder of transformers, with the depth-attention fields beside its own."""
+"""AttnRes configuration: that of a base, any decoder of transformers, and the fields of depth attention."""
 
 import copy
 import difflib
