@@ -66,7 +66,8 @@ def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
         raise _refusal(base_config, "its layers are not one stack, of which its config would have the number")
     base_config = copy.deepcopy(base_config)
     base_config._attn_implementation, base_config._experts_implementation = "eager", "batched_mm"
-    with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), no_init_weights(), torch.no_grad():
+    fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with torch.device("cpu"), fake, no_init_weights(), torch.no_grad():  # also where weights are being loaded
         model = MODEL_MAPPING[type(base_config)](base_config).eval()
         layers = decoder_layers(model)
         layers[0].register_forward_pre_hook(start, with_kwargs=True)

@@ -305,7 +305,7 @@ def test_multiplication_by_a_number(number, way):
         stream = written(inputs[0], inputs[1], inputs[2:6], 3, way)[-1]
         multiplied = stream
         multiplied *= number
-        for result in (stream * number, number * stream, multiplied):
+        for result in (stream * number, number * stream, multiplied, stream / (1 / float(number))):
             assert isinstance(result, DepthStream) and result.site == 4
 
             def by_definition(queries, *sources, site):
@@ -314,6 +314,24 @@ def test_multiplication_by_a_number(number, way):
             UpToRounding(functools.partial(by_definition, site=4), *inputs).check(result.read())
             UpToRounding(functools.partial(by_definition, site=5), *inputs).check((result + inputs[6]).read())
         UpToRounding(functools.partial(definition, 4, 3, False), *inputs).check(stream.read())
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("site", [0, 3, 4])
+def test_some_of_the_tokens(site, way):
+    """Are a stream of their own, which is written to and read as the whole one is."""
+    inputs = queries_embedding_outputs()
+    with in_way(way):
+        stream = written(inputs[0], inputs[1], inputs[2 : 2 + site], 3, way)[-1]
+        assert stream[:, :] is stream and stream[:, 0:, :] is stream and stream[:, -5:] is stream
+        for index in ((slice(None), slice(-2, None)), (slice(None), slice(1, 4), slice(None)), slice(1, None)):
+            some = stream[index]
+            assert isinstance(some, DepthStream) and some.site == site
+            expected = UpToRounding(functools.partial(definition, site, 3, False), *inputs).expected["result"]
+            torch.testing.assert_close(some.read(), expected[index])
+            behind = UpToRounding(functools.partial(definition, site + 1, 3, False), *inputs).expected["result"]
+            torch.testing.assert_close((some + inputs[2 + site][index]).read(), behind[index])
+        assert isinstance(stream[..., -1:], torch.Tensor) and isinstance(stream[:, :, :3], torch.Tensor)
 
 
 @pytest.mark.parametrize("way", WAYS)
@@ -383,7 +401,9 @@ READS = {
     "itself, times": lambda stream, x: stream * stream,
     "a vector, times": lambda stream, x: stream * x[0, 0],
     "a vector, in front": lambda stream, x: x[0, 0] * stream,
-    "a quotient": lambda stream, x: stream / x,
+    "a number for each token": lambda stream, x: stream * x[..., :1],
+    "a quotient of two": lambda stream, x: x / stream + stream / (x * x + 1),
+    "powers": lambda stream, x: -(stream**2) @ x.mT,
     "differences": lambda stream, x: (stream - x) + (x - stream) * 2,
     "items": lambda stream, x: stream[1:, 2],
     "lists": lambda stream, x: torch.cat([stream, x], dim=-1),

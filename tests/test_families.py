@@ -223,10 +223,12 @@ def test_bad_block_partitions_are_named(kwargs, message):
     "base_model_type, reason",
     [
         ("attnres", "it is an attention-residual architecture already"),
-        ("inkling2", "it is an attention-residual architecture already"),
+        ("inkling2_text", "it is an attention-residual architecture already"),
         ("bert", "a BertLayer does more to its residual stream than to add outputs to it and to read it"),
         ("openai-gpt", "a Block does more to its residual stream"),
         ("gemma3n_text", "a Gemma3nTextDecoderLayer does more to its residual stream"),
+        ("hrm_text", "a HrmTextDecoderLayer runs more than once, or not in the order of the layers"),
+        ("blt", "its layers are not one stack, of which its config would have the number"),
         ("clip", "transformers .* has no causal language model of this type"),
         ("lama", "transformers .* has no causal language model of this type.* Did you mean llama"),
     ],
