@@ -4,6 +4,8 @@
 Which there are, and their configs, is in `decoder_configs.py`; what is measured is in `family_survey.py`.
 """
 
+from pathlib import Path
+
 import pytest
 from decoder_configs import DECODERS, NOT_DECODERS
 from family_survey import survey
@@ -17,7 +19,10 @@ ROUNDING = 1e-12
 
 
 def test_every_type_is_known():
+    """To the survey and to the page that is made of it, for a newer transformers as well."""
     assert {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} <= {*DECODERS, *NOT_DECODERS}
+    page = (Path(__file__).parents[1] / "docs/families.md").read_text()
+    assert [name for name in (*DECODERS, *NOT_DECODERS) if f"\n| {name} " not in page] == []
 
 
 @pytest.mark.parametrize("model_type", SPREAD)
