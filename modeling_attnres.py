@@ -118,7 +118,7 @@ class DepthReader:
 
 
 @functools.cache
-def of_both(ours: type, base: type) -> type:
+def of_both(ours: type, base: type, base_model_type: str | None = None) -> type:
     """The class of the objects that are of a class of ours and of one of the base, under the name of the former.
 
     A reader has the module of the base's norm, by which `rms_norm_parameters` knows what it computes. Its name ends in
@@ -128,13 +128,13 @@ def of_both(ours: type, base: type) -> type:
     name = f"{base.__name__}OverDepth" if is_reader else ours.__name__
     members = {"__module__": (base if is_reader else ours).__module__, "__qualname__": f"{name}[{base.__name__}]"}
     if not is_reader:
-        members |= ours.members_of_base(base)
-    members["__reduce_ex__"] = lambda self, protocol: (_new_of_both, (ours, base), self.__dict__)
+        members |= {**ours.members_of_base(base), "base_model_type": base_model_type}
+    members["__reduce_ex__"] = lambda self, protocol: (_new_of_both, (ours, base, base_model_type), self.__dict__)
     return type(name, (ours, base), members)
 
 
-def _new_of_both(ours: type, base: type):
-    cls = of_both(ours, base)
+def _new_of_both(ours: type, base: type, base_model_type: str | None):
+    cls = of_both(ours, base, base_model_type)
     return cls.__new__(cls)
 
 
@@ -175,7 +175,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
             return super().__new__(cls)
         if not isinstance(getattr(config, "base_model_type", None), str):
             raise TypeError(f"`{cls.__name__}` needs an `AttnResConfig`, not {config!r}.")
-        cls = of_both(cls, cls.class_of_base(config))
+        cls = of_both(cls, cls.class_of_base(config), config.base_model_type)
         return cls.__new__(cls)
 
     @classmethod
@@ -207,7 +207,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
     def post_init(self):
         trunk = self.base_model
         if not isinstance(trunk, AttnResModel):
-            trunk.__class__ = of_both(AttnResModel, type(trunk))
+            trunk.__class__ = of_both(AttnResModel, type(trunk), self.config.base_model_type)
             dict.setdefault(_CAN_RECORD_REGISTRY, str(type(trunk)), type(trunk)._can_record_outputs)
         if not hasattr(trunk, "depth_queries"):
             trunk.depth_queries = AttnResDepthQueries(self.config)
@@ -225,7 +225,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
     @classmethod
     def is_custom_code(cls) -> bool:
         if hasattr(cls, "base_class"):
-            _BaseConversions.asked.base_names = (cls.base_class.__name__, cls.base_class.config_class.model_type)
+            _BaseConversions.asked.base_names = (cls.base_class.__name__, cls.base_model_type)
         return super().is_custom_code()
 
     # The base's own. trf-ignore: TRF018
