@@ -13,6 +13,7 @@ import inspect
 import os
 import sys
 import unittest
+from importlib import import_module
 from importlib.util import find_spec
 
 
@@ -62,10 +63,20 @@ def attnres_config(settings) -> attnres.AttnResConfig:
     return attnres.AttnResConfig(base_model_type=BASE, attn_res_block_size=BLOCK_SIZE, **fields)
 
 
+def of_base(kind: type) -> type:
+    """The class of this kind in the base's own tests, with its settings and what it leaves out, if it has any."""
+    for folder in (BASE, BASE.removesuffix("_text")):
+        name = f"tests.models.{folder}.test_modeling_{folder}"
+        if find_spec(f"tests.models.{folder}") is not None and find_spec(name) is not None:
+            classes = vars(import_module(name)).values()
+            return next((c for c in classes if isinstance(c, type) and issubclass(c, kind) and c is not kind), kind)
+    return kind
+
+
 if find_spec("tests.causal_lm_tester") is not None:
     from tests.causal_lm_tester import CausalLMModelTest, CausalLMModelTester
 
-    class AttnResModelTester(CausalLMModelTester):
+    class AttnResModelTester(of_base(CausalLMModelTester)):
         config_class = attnres.AttnResConfig
         base_model_class = attnres.AttnResModel
         causal_lm_class = attnres.AttnResForCausalLM
@@ -74,7 +85,7 @@ if find_spec("tests.causal_lm_tester") is not None:
         token_classification_class = attnres.AttnResForTokenClassification
         get_config = attnres_config
 
-    class AttnResModelTest(CausalLMModelTest, unittest.TestCase):
+    class AttnResModelTest(of_base(CausalLMModelTest), unittest.TestCase):
         model_tester_class = AttnResModelTester
         # Left out in silence for models whose files look older than 2023
         test_can_init_all_missing_weights_before_2023 = True
