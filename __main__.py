@@ -37,11 +37,12 @@ def main():
 
         run()
         ending = True
-    except BaseException:  # an import in C, for one, makes an ImportError of it
+    except BaseException as error:  # an import in C, for one, makes an ImportError of it
         ending = True
         if interrupted < 0:
             raise
-        print("Interrupted.", file=sys.stderr)
+        if not getattr(error, "is_said", False):
+            print("Interrupted.", file=sys.stderr)
         eval("0")  # or Python dies of SIGINT if the last one that it evaluated, a dataclass say, was interrupted
         sys.exit(130)
     finally:

@@ -60,6 +60,12 @@ ENVIRONMENT = (
 )
 
 
+class InterruptedRun(SystemExit):
+    """The end of a program that has said that it was interrupted."""
+
+    is_said = True
+
+
 def show_version(wanted: bool):
     if wanted:
         from . import __version__
@@ -324,7 +330,7 @@ def finetune(
     except KeyboardInterrupt:
         again = "" if show_batch else " Run the same command again, and it goes on."
         Console(stderr=True).print(f"\nInterrupted.{again}", highlight=False, soft_wrap=True)  # below a progress bar
-        sys.exit(130)
+        raise InterruptedRun(130) from None
 
 
 def _finetune(config: Path, fields: list[str] | None, show_batch: bool):
