@@ -9,7 +9,8 @@ A backend is a module with functions on tensors; `depth_attention` asks here in 
 
 By default (`auto`) those that are installed are tried where the first read happens, on a few numbers and then for
 their time, and the fastest one that computes what the definition says is taken. `set_backend`, or the environment
-variable `ATTNRES_BACKEND`, chooses one; `attnres env` shows what is chosen and why.
+variable `ATTNRES_BACKEND`, chooses one; `attnres env` shows what is chosen and why. Two runs may choose differently
+where two backends are about as fast: a run that has to be repeated bit for bit needs one that was chosen.
 """
 
 import functools
@@ -141,7 +142,8 @@ def fused_read(query: torch.Tensor, sources: Sequence[torch.Tensor], eps: float)
 
 def describe() -> list[str]:
     """In a line for each device and dtype: which backend computes reads there, and why."""
-    lines = [f"cpu: {'reference' if _backend == 'reference' else 'torch'}, as kernels are for GPUs"]
+    on_cpu = backend_of(torch.empty(0))
+    lines = [f"cpu: {on_cpu}, {'as was chosen' if on_cpu == _backend else 'as kernels are for GPUs'}"]
     for index in range(torch.cuda.device_count()):
         device = torch.device("cuda", index)
         for dtype in (torch.float32, torch.bfloat16, torch.float16):
@@ -193,7 +195,8 @@ def _seconds_of(name: str, device: torch.device, dtype: torch.dtype) -> float:
 
     from .depth_attention import depth_attention
 
-    numbers = torch.randn(5, 1, 2048, 1024, device=device).to(dtype).requires_grad_()
+    generator = torch.Generator(device).manual_seed(0)  # of its own, or the trial would change the run it is a part of
+    numbers = torch.randn(5, 1, 2048, 1024, device=device, generator=generator).to(dtype).requires_grad_()
     query = torch.zeros(1024, device=device, requires_grad=True)
 
     def read():

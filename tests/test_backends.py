@@ -608,8 +608,10 @@ def test_choice(as_on_a_gpu, monkeypatch, caplog):
 
 
 def test_time_of_a_trial():
-    """On a CPU, where there is nothing to choose."""
+    """On a CPU, where there is nothing to choose. It draws no random numbers of the run that it is a part of."""
+    state = torch.get_rng_state()
     assert 1e-4 < depth_backends._seconds_of("torch", torch.device("cpu"), torch.float32) < 60
+    assert torch.equal(state, torch.get_rng_state())
 
 
 def test_environment_variable(tmp_path):
@@ -622,7 +624,7 @@ def test_environment_variable(tmp_path):
     assert plain.returncode == 0 and "  cpu: torch, as kernels are for GPUs\n" in plain.stdout
     assert f"torch {torch.__version__}\n" in plain.stdout and "flash-linear-attention not installed" in plain.stdout
     forced = run_env(ATTNRES_BACKEND="reference")
-    assert forced.returncode == 0 and "  cpu: reference" in forced.stdout
+    assert forced.returncode == 0 and "  cpu: reference, as was chosen\n" in forced.stdout
     assert "ATTNRES_BACKEND=reference chooses how reads over depth are computed" in forced.stderr
     unknown = run_env(ATTNRES_BACKEND="cuda")
     assert unknown.returncode == 1 and "`cuda` is not a backend; there are auto" in unknown.stderr

@@ -29,16 +29,22 @@ from transformers.models.auto import modeling_auto
 from transformers.testing_utils import _TEXT_MODEL_TESTER_DEFAULTS, torch_device
 
 import attnres
+from attnres.modeling_attnres import of_both
 
 
 BASE = os.environ.get("BASE", "llama")
 BLOCK_SIZE = int(os.environ.get("BLOCK_SIZE", "2"))
+CONFIG = attnres.AttnResConfig(base_model_type=BASE)
+# Of the base, as an object is: the tests look at what a class says of itself
 MODEL_CLASSES = {
-    "base_model_class": attnres.AttnResModel,
-    "causal_lm_class": attnres.AttnResForCausalLM,
-    "question_answering_class": attnres.AttnResForQuestionAnswering,
-    "sequence_classification_class": attnres.AttnResForSequenceClassification,
-    "token_classification_class": attnres.AttnResForTokenClassification,
+    kind: of_both(cls, cls.class_of_base(CONFIG), BASE)
+    for kind, cls in {
+        "base_model_class": attnres.AttnResModel,
+        "causal_lm_class": attnres.AttnResForCausalLM,
+        "question_answering_class": attnres.AttnResForQuestionAnswering,
+        "sequence_classification_class": attnres.AttnResForSequenceClassification,
+        "token_classification_class": attnres.AttnResForTokenClassification,
+    }.items()
 }
 
 # The tests look up what a class is for by its name in these tables, which `AutoModel.register` does not touch
@@ -78,12 +84,8 @@ if find_spec("tests.causal_lm_tester") is not None:
 
     class AttnResModelTester(of_base(CausalLMModelTester)):
         config_class = attnres.AttnResConfig
-        base_model_class = attnres.AttnResModel
-        causal_lm_class = attnres.AttnResForCausalLM
-        question_answering_class = attnres.AttnResForQuestionAnswering
-        sequence_classification_class = attnres.AttnResForSequenceClassification
-        token_classification_class = attnres.AttnResForTokenClassification
         get_config = attnres_config
+        vars().update(MODEL_CLASSES)
 
     class AttnResModelTest(of_base(CausalLMModelTest), unittest.TestCase):
         model_tester_class = AttnResModelTester
