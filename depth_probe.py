@@ -19,6 +19,13 @@ from transformers.models.auto.modeling_auto import MODEL_MAPPING
 from .depth_stream import DepthStream
 
 
+class RefusedBase(ValueError):
+    """A base does more to its residual stream than to add to it and to read it, or is not one decoder."""
+
+    def __init__(self, base_config: PreTrainedConfig, reason: str):
+        super().__init__(f"`base_model_type={base_config.model_type!r}` is not supported: {reason}.")
+
+
 class CountingStream(DepthStream):
     """A stream that is written to. What is read has the shape of a mix."""
 
@@ -55,32 +62,57 @@ def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
         return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
     def count(layer, args, output):
-        reason = _reason_against(layer, output, base_config)
+        reason = _reason_against_layer(layer, output, base_config)
         if reason is None and layer is not layers[min(len(counts), len(layers) - 1)]:
             reason = f"a {type(layer).__name__} runs more than once, or not in the order of the layers"
         if reason is not None:
-            raise _refusal(base_config, reason)
+            raise RefusedBase(base_config, reason)
         counts.append((output[0] if isinstance(output, tuple) else output).site - sum(counts))
 
-    if not hasattr(base_config, "num_hidden_layers"):
-        raise _refusal(base_config, "its layers are not one stack, of which its config would have the number")
+    reason = _reason_against_config(base_config)
+    if reason is not None:
+        raise RefusedBase(base_config, reason)
     base_config = copy.deepcopy(base_config)
     base_config._attn_implementation, base_config._experts_implementation = "eager", "batched_mm"
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     with torch.device("cpu"), fake, no_init_weights(), torch.no_grad():  # also where weights are being loaded
         model = MODEL_MAPPING[type(base_config)](base_config).eval()
+        if hasattr(model, "encoder") and hasattr(model, "decoder"):
+            raise RefusedBase(base_config, "it has an encoder beside its decoder")
         layers = decoder_layers(model)
         layers[0].register_forward_pre_hook(start, with_kwargs=True)
         for layer in layers:
             layer.register_forward_hook(count)
-        with FirstOfAll():
-            model(torch.zeros(1, 3, dtype=torch.long), use_cache=False)
+        try:
+            with FirstOfAll():
+                model(torch.zeros(1, 3, dtype=torch.long), use_cache=False)
+        except RefusedBase:
+            raise
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}".splitlines()[0]
+            raise RefusedBase(base_config, f"a run of its model without weights failed ({text})") from error
     if len(counts) != len(layers):
-        raise _refusal(base_config, f"{len(counts)} of its {len(layers)} layers have run, one after the other")
+        raise RefusedBase(base_config, f"{len(counts)} of its {len(layers)} layers have run, one after the other")
     return counts
 
 
-def _reason_against(layer: nn.Module, output, base_config: PreTrainedConfig) -> str | None:
+def _reason_against_config(base_config: PreTrainedConfig) -> str | None:
+    if base_config.is_encoder_decoder:
+        return "it has an encoder beside its decoder"
+    text_config = base_config.get_text_config(decoder=True)
+    if text_config is not base_config:
+        return (
+            f"it is made of several models. The language model in it is of type {text_config.model_type!r}; its config"
+            " is `config.get_text_config(decoder=True)`"
+        )
+    if not hasattr(base_config, "num_hidden_layers"):
+        return "its layers are not one stack, of which its config would have the number"
+    if type(base_config) not in MODEL_MAPPING:
+        return "transformers has no model of it without a head"
+    return None
+
+
+def _reason_against_layer(layer: nn.Module, output, base_config: PreTrainedConfig) -> str | None:
     stream, *others = output if isinstance(output, tuple) else (output,)
     name = type(layer).__name__
     if not isinstance(stream, DepthStream):
@@ -90,7 +122,3 @@ def _reason_against(layer: nn.Module, output, base_config: PreTrainedConfig) -> 
     if stream.shape[-1] != base_config.hidden_size:
         return f"its residual stream has {stream.shape[-1]} features, not the {base_config.hidden_size} of a token"
     return None
-
-
-def _refusal(base_config: PreTrainedConfig, reason: str) -> ValueError:
-    return ValueError(f"`base_model_type={base_config.model_type!r}` is not supported: {reason}.")

@@ -19,7 +19,7 @@ _DEPTH_ATTENTIONS_OF_STEPS = contextvars.ContextVar("depth_attentions_of_steps",
 
 
 @functools.cache
-def with_depth_attentions(base: type[ModelOutput]) -> type[ModelOutput]:
+def depth_output_class(base: type[ModelOutput]) -> type[ModelOutput]:
     """A class of outputs with `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site."""
     fields = [("depth_attentions", tuple[torch.FloatTensor, ...] | None, None)]
     return make_dataclass(f"AttnRes{base.__name__}", fields, bases=(base,))
@@ -42,7 +42,7 @@ class AttnResGenerationMixin(GenerationMixin):
             _DEPTH_ATTENTIONS_OF_STEPS.reset(token)
         if not isinstance(outputs, (GenerateDecoderOnlyOutput, GenerateBeamDecoderOnlyOutput)) or not wanted:
             return outputs
-        return with_depth_attentions(type(outputs))(**outputs, depth_attentions=tuple(steps))
+        return depth_output_class(type(outputs))(**outputs, depth_attentions=tuple(steps))
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, inputs, *args, **kwargs):

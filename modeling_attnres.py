@@ -35,7 +35,7 @@ from .depth_attention import BlockCache
 from .depth_backends import get_backend
 from .depth_probe import decoder_layers
 from .depth_stream import DepthRecorder, DepthStream, checkpoint_stream
-from .generation_attnres import AttnResGenerationMixin, with_depth_attentions
+from .generation_attnres import AttnResGenerationMixin, depth_output_class
 
 
 # What a checkpoint that carries its code (`register_for_auto_class`) tells the Auto classes
@@ -335,7 +335,7 @@ def _with_depth_attentions(base_forward: Callable) -> Callable:
         if not output_depth_attentions:
             return outputs
         weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
-        outputs = with_depth_attentions(type(outputs))(**outputs, depth_attentions=weights)
+        outputs = depth_output_class(type(outputs))(**outputs, depth_attentions=weights)
         return outputs if return_dict else outputs.to_tuple()
 
     return forward

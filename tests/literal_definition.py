@@ -4,7 +4,8 @@
 The native model runs as it is, on tensors. Below its code, where PyTorch carries out one operation after the other,
 this looks for the residual stream: the tensor that goes into the first layer, and every sum of it and a tensor of its
 shape. Wherever another operation is given one of these, it is given the mix instead, by the paper's equations in
-loops. None of the package's code is used.
+loops. None of the package's code is used. What it shares with the package is the idea: an addition is a write, a
+number scales all sources, and anything else reads.
 """
 
 import math
@@ -90,9 +91,8 @@ class LiteralDefinition(TorchDispatchMode):
                 return self.keep(function(*args), [*outputs, output])
         if function in (aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar) and any(given):
             (factor,) = [a for a, o in zip(args, given) if o is None] or [None]
-            width = (args[0] if given[0] else args[1]).shape[-1]
             if factor is not None and (
-                not isinstance(factor, torch.Tensor) or (factor.ndim <= 1 and factor.numel() in (1, width))
+                not isinstance(factor, torch.Tensor) or (factor.ndim <= 1 and factor.numel() == 1)
             ):
                 scaled = [output * factor for output in given[0] or given[1]]
                 return self.keep(function(*args), scaled)

@@ -24,7 +24,7 @@ import tests.test_fsdp_mixin as fsdp_mixin
 import tests.test_tensor_parallel_mixin as tensor_parallel_mixin
 from tests.test_modeling_common import GenerationTesterMixin, ModelTesterMixin, ids_tensor
 from tests.test_training_mixin import TrainingTesterMixin
-from transformers import CONFIG_MAPPING
+from transformers import CONFIG_MAPPING, GenerationMixin
 from transformers.models.auto import modeling_auto
 from transformers.testing_utils import _TEXT_MODEL_TESTER_DEFAULTS, torch_device
 
@@ -91,6 +91,10 @@ if find_spec("tests.causal_lm_tester") is not None:
         model_tester_class = AttnResModelTester
         # Left out in silence for models whose files look older than 2023
         test_can_init_all_missing_weights_before_2023 = True
+
+        def test_inherits_generation_mixin(self):
+            """As in transformers, which looks for it among the direct bases of a class."""
+            self.assertTrue(issubclass(MODEL_CLASSES["causal_lm_class"], GenerationMixin))
 
     del CausalLMModelTest  # or pytest would collect it as well
 else:
