@@ -21,6 +21,8 @@ from attnres.training.config import cannot_pack
 
 # Their recurrent layers carry a state over the whole row
 STATEFUL = {"qwen3_next", "kimi_linear"}
+# transformers makes their masks without the positions
+SEES_ALL = {"gpt_oss"}
 
 
 def documents(*lengths):
@@ -43,7 +45,9 @@ def test_packed_documents_do_not_see_each_other(family):
     batch = data.collate_packed(rows.to_list())
     assert batch["input_ids"].shape == (2, 16) and "attention_mask" not in batch
     model = randomize_queries(convert(tiny_base_model(family), 3))
-    if family not in STATEFUL:  # and not kept in fp64 either
+    kept_apart = family not in STATEFUL | SEES_ALL
+    assert (data.sees_other_documents(model) is None) == kept_apart
+    if kept_apart:  # and not kept in fp64 either
         model.set_experts_implementation("eager")
     difference, rounding = 0.0, 0.0
     for training_path in (True, False):
@@ -54,11 +58,11 @@ def test_packed_documents_do_not_see_each_other(family):
                 ids = torch.tensor([row["input_ids"][start:end]])
                 alone = model(ids, use_cache=False).logits[0]
                 difference = max(difference, (packed[i, start:end] - alone).abs().max().item())
-                if family not in STATEFUL:
+                if kept_apart:
                     exact = model.double()(ids, use_cache=False).logits[0]
                     rounding = max(rounding, (exact - alone).abs().max().item())
                     model.float()
-    if family in STATEFUL:
+    if not kept_apart:
         assert difference > 1e-3, "it would be possible after all"
     else:  # two ways to round, each as far from the exact logits as the other
         assert 0 < difference <= 4 * rounding
@@ -118,11 +122,29 @@ def test_hybrids_are_not_packed(tmp_path, capsys):
     assert f"Rows are not packed: {reason}." in capsys.readouterr().out
 
 
-def test_unknown_bases_are_not_packed():
-    from transformers import GPT2Config
+def test_whether_documents_are_kept_apart_is_tried(tmp_path, capsys):
+    """Only the model shows it, once it is loaded. Rows are not packed then, and nothing is left of a refused run."""
+    tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
+    convert(tiny_base_model("gpt_oss", vocab_size=len(tokenizer)), 3).save_pretrained(tmp_path / "blocks-of-3")
+    tokenizer.save_pretrained(tmp_path / "blocks-of-3")
+    write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in read_sample().split("\n\n") * 2 if text.strip()])
+    reason = "a gpt_oss with `attn_implementation='eager'` does not keep documents that lie in one row apart"
+    with pytest.raises(ValueError, match=f"`packing: true` is not possible here: {reason}. Set `packing: false`."):
+        finetune(fields(tmp_path, tmp_path / "out", packing=True))
+    assert not (tmp_path / "out").exists()
+    result = finetune(fields(tmp_path, tmp_path / "out", max_steps=1))
+    assert f"Rows are not packed: {reason}." in capsys.readouterr().out
+    apart = finetune(fields(tmp_path, tmp_path / "apart", max_steps=1, packing=False))
+    assert result.losses == apart.losses
 
-    assert "it has not been shown that a gpt2" in cannot_pack(GPT2Config())
-    assert cannot_pack(AttnResConfig.from_base_config(tiny_base_config("llama"), block_size=2)) is None
+
+def test_keys_chosen_in_the_whole_row_are_not_packed():
+    """An index without a gradient, over more keys than a trial has: the config says it."""
+    for family in ("llama", "deepseek_v3"):
+        config = AttnResConfig.from_base_config(tiny_base_config(family), block_size=2)
+        assert cannot_pack(config) is None
+        config.index_topk = 2048
+        assert "chooses its keys among those of all documents" in cannot_pack(config)
 
 
 # --- chats

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 from jinja2 import TemplateError
+from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerBase
 
@@ -279,3 +280,36 @@ def collate_packed(rows: list[dict[str, list[int]]], pad_token_id: int = 0) -> d
         name: pad_sequence([torch.tensor(row[name]) for row in rows], batch_first=True, padding_value=value)
         for name, value in padding.items()
     }
+
+
+def sees_other_documents(model: nn.Module) -> str | None:
+    """Why the documents of a packed row would not be kept apart by this model, or `None` if they are.
+
+    Not every model hands the positions on to its masks, and then a document attends to those in front of it. So it is
+    tried: the outputs of the second of two documents must have a gradient of exactly zero at the tokens of the first.
+    """
+    first, second = 6, 5
+    embedded = []
+
+    def keep(module, args, output):
+        embedded.append(output.detach().requires_grad_())
+        return embedded[0].clone()  # some models scale it in place
+
+    input_ids = torch.arange(first + second, device=model.device)[None] % model.config.get_text_config().vocab_size
+    positions = torch.cat([torch.arange(first), torch.arange(second)]).to(model.device)[None]
+    was_training, handle = model.training, model.get_input_embeddings().register_forward_hook(keep)
+    try:
+        model.eval()
+        with torch.enable_grad():
+            logits = model(input_ids, position_ids=positions, use_cache=False).logits
+        (gradient,) = torch.autograd.grad(logits[:, first:].float().square().sum(), embedded[:1])
+    finally:
+        handle.remove()
+        model.train(was_training)
+    if gradient[:, :first].count_nonzero() == 0:
+        return None
+    base_model_type = getattr(model.config, "base_model_type", model.config.model_type)
+    return (
+        f"a {base_model_type} with `attn_implementation={model.config._attn_implementation!r}` does not keep documents"
+        " that lie in one row apart"
+    )

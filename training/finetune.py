@@ -100,10 +100,18 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
         overrides: fields in place of those of the file.
 
     Raises:
-        ValueError: for fields, data or a model that do not fit, before the model is loaded.
+        ValueError: for fields, data or a model that do not fit, before the model is loaded; for `packing: true` with
+            a model that does not keep packed documents apart, when it is.
     """
     config = read_config(config, overrides)
     run = prepare(config)
+    model = load_model(run)
+    if run.packed and (reason := data.sees_other_documents(model)) is not None:
+        if run.arguments.packing:
+            raise ValueError(f"`packing: true` is not possible here: {reason}. Set `packing: false`.")
+        if run.training.process_index == 0:
+            print(f"Rows are not packed: {reason}.")
+        run = prepare({**config, "packing": False})
     arguments, training, output = run.arguments, run.training, Path(run.arguments.output_dir)
 
     output.mkdir(parents=True, exist_ok=True)
@@ -113,7 +121,7 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
     if checkpoint is not None:
         # Its log has the loss of the start. Evaluated again, it would count as one without progress
         training.eval_on_start = False
-    trainer = make_trainer(run, load_model(run))
+    trainer = make_trainer(run, model)
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     trainer.train(resume_from_checkpoint=checkpoint)
     if not any("eval_loss" in e and e["step"] == trainer.state.global_step for e in trainer.state.log_history):
@@ -133,7 +141,10 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
 
 
 def show_batch(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> Text:
-    """The first batch of a run and what is learned in it, without training; arguments and errors as for `finetune`."""
+    """The first batch of a run and what is learned in it, without training; arguments and errors as for `finetune`.
+
+    The model is not loaded. One that turns out not to keep packed documents apart is trained on rows of one each.
+    """
     run = prepare(read_config(config, overrides))
     return render_batch(first_batch(run), run.tokenizer)
 
