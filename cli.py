@@ -119,6 +119,29 @@ def demo(
     run_demo(model=model, output=output, num_blocks=num_blocks, steps=steps)
 
 
+@app.command()
+def families(
+    types: Annotated[list[str] | None, typer.Argument(metavar="[TYPE]...", help="Model types. [default: all]")] = None,
+    probe: Annotated[str | None, typer.Option(metavar="FOLDER_OR_ID", help="Look at a checkpoint's code.")] = None,
+    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the checkpoint brings.")
+    ] = False,
+):
+    """Show which decoders can be a base, or whether a checkpoint can: where its code reads and writes the stream."""
+    from .families import describe_probe, read_decoder_config, survey_table
+
+    if probe is not None:
+        if types:
+            raise typer.BadParameter("--probe looks at one checkpoint, and takes no model types.")
+        for line in describe_probe(read_decoder_config(probe, revision, trust_remote_code)):
+            print(line)
+        return
+    table, summary = survey_table(types)
+    console.print(table)
+    console.print(summary, highlight=False)
+
+
 Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a folder or a Hub id.")]
 Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; must not exist or be empty.")]
 Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]

@@ -46,9 +46,13 @@ def check_base_model_type(base_model_type: str):
         )
     if base_model_type in EXCEPTIONS:
         raise ValueError(f"`base_model_type={base_model_type!r}` is not supported: {EXCEPTIONS[base_model_type]}.")
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    if base_model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+    if base_model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    # Others may have been registered, with code of their own
+    if base_model_type not in CONFIG_MAPPING or CONFIG_MAPPING[base_model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
         close = difflib.get_close_matches(base_model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
         raise ValueError(
             f"`base_model_type={base_model_type!r}` is not supported: transformers {__version__} has no causal"
@@ -372,9 +376,12 @@ def _adopt_base_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
 
 def _rename_architectures(architectures: list[str] | None, base_model_type: str, to_base: bool) -> list[str] | None:
     """`Qwen3ForCausalLM` <-> `AttnResForCausalLM`; names that are of neither kind stay."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    base = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[base_model_type].removesuffix("ForCausalLM")
+    base = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(base_model_type)
+    if base is None:  # it has been registered
+        base = MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)].__name__
+    base = base.removesuffix("ForCausalLM")
     old, new = ("AttnRes", base) if to_base else (base, "AttnRes")
     if architectures is None:
         return None

@@ -1,11 +1,14 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """How often do the layers of a base add to its residual stream, and does the base do anything else to it?
 
-Found by a run of the base without weights, when a config is made of it.
+Found by a run of the base without weights, when a config is made of it, together with the lines of code where it does.
 """
 
 import copy
+import linecache
 import sys
+from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -16,7 +19,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
-from .depth_stream import DepthStream
+from .depth_stream import DepthRecorder, DepthStream
 
 
 class RefusedBase(ValueError):
@@ -26,10 +29,55 @@ class RefusedBase(ValueError):
         super().__init__(f"`base_model_type={base_config.model_type!r}` is not supported: {reason}.")
 
 
+@dataclass(frozen=True)
+class Line:
+    """A line of a layer's code that "reads" the residual stream or "writes" to it."""
+
+    what: str
+    file: str
+    number: int
+
+    @property
+    def code(self) -> str:
+        return linecache.getline(self.file, self.number).strip()
+
+
+@dataclass
+class ProbedLayer:
+    """What a decoder layer does to its residual stream, and in which lines, in the order of execution."""
+
+    layer: nn.Module
+    lines: list[Line] = field(default_factory=list)
+    num_writes: int = 0
+
+
+@dataclass
+class LineRecorder(DepthRecorder):
+    """Looks on while the layers of a base read and write."""
+
+    outputs: None = None
+    layers: list[ProbedLayer] = field(default_factory=list)
+
+    def record(self, what: str):
+        probed, frame = self.layers[-1], sys._getframe(2)
+        while frame is not None and frame.f_locals.get("self") is not probed.layer:
+            frame = frame.f_back  # out of what the layer calls: a norm, operations on tensors
+        if frame is None:  # the final norm
+            return
+        line = Line(what, frame.f_code.co_filename, frame.f_lineno)
+        if line not in probed.lines[-1:]:  # each operation of a norm reads
+            probed.lines.append(line)
+
+
 class CountingStream(DepthStream):
     """A stream that is written to. What is read has the shape of a mix."""
 
+    def write(self, output: torch.Tensor) -> DepthStream:
+        self.recorder.record("writes")
+        return super().write(output)
+
     def read(self, norm: nn.Module | None = None) -> torch.Tensor:
+        self.recorder.record("reads")
         return self.newest
 
 
@@ -50,24 +98,34 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
 
 
 def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
-    """Count how often each decoder layer of a base adds to its residual stream, without weights or memory for any.
+    """Count how often each decoder layer of a base adds to its residual stream, see `probe_layers`."""
+    return [probed.num_writes for probed in probe_layers(base_config)]
+
+
+def probe_layers(base_config: PreTrainedConfig) -> list[ProbedLayer]:
+    """Run a base on a stream that takes down what is done to it, without weights or memory for any.
 
     Raises:
         ValueError: if a layer does not hand on the stream: the base does more to it than to add to it and to read it.
     """
-    counts: list[int] = []
+    recorder = LineRecorder()
 
-    def start(layer, args, kwargs):
-        stream = CountingStream(None, (args[0] if args else kwargs["hidden_states"],), block_size=sys.maxsize)
+    def enter(layer, args, kwargs):
+        recorder.layers.append(ProbedLayer(layer))
+        stream = args[0] if args else kwargs["hidden_states"]
+        if len(recorder.layers) == 1:
+            stream = CountingStream(None, (stream,), block_size=sys.maxsize, recorder=recorder)
         return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
-    def count(layer, args, output):
-        reason = _reason_against_layer(layer, output, base_config)
-        if reason is None and layer is not layers[min(len(counts), len(layers) - 1)]:
-            reason = f"a {type(layer).__name__} runs more than once, or not in the order of the layers"
+    def leave(layer, args, output):
+        if layer is not layers[min(len(recorder.layers), len(layers)) - 1]:
+            reason = f"its {type(layer).__name__} runs more than once, or not in the order of the layers"
+        else:
+            reason = _reason_against_layer(recorder.layers[-1], output, base_config)
         if reason is not None:
             raise RefusedBase(base_config, reason)
-        counts.append((output[0] if isinstance(output, tuple) else output).site - sum(counts))
+        site = (output[0] if isinstance(output, tuple) else output).site
+        recorder.layers[-1].num_writes = site - sum(probed.num_writes for probed in recorder.layers)
 
     reason = _reason_against_config(base_config)
     if reason is not None:
@@ -75,25 +133,28 @@ def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
     base_config = copy.deepcopy(base_config)
     base_config._attn_implementation, base_config._experts_implementation = "eager", "batched_mm"
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    with torch.device("cpu"), fake, no_init_weights(), torch.no_grad():  # also where weights are being loaded
-        model = MODEL_MAPPING[type(base_config)](base_config).eval()
-        if hasattr(model, "encoder") and hasattr(model, "decoder"):
-            raise RefusedBase(base_config, "it has an encoder beside its decoder")
-        layers = decoder_layers(model)
-        layers[0].register_forward_pre_hook(start, with_kwargs=True)
-        for layer in layers:
-            layer.register_forward_hook(count)
-        try:
+    step = "no model can be made of its config"
+    try:
+        with torch.device("cpu"), fake, no_init_weights(), torch.no_grad():  # also where weights are being loaded
+            model = MODEL_MAPPING[type(base_config)](base_config).eval()
+            if hasattr(model, "encoder") and hasattr(model, "decoder"):
+                raise RefusedBase(base_config, "it has an encoder beside its decoder")
+            layers = decoder_layers(model)
+            for layer in layers:
+                layer.register_forward_pre_hook(enter, with_kwargs=True)
+                layer.register_forward_hook(leave)
+            step = "a run of its model without weights failed"
             with FirstOfAll():
                 model(torch.zeros(1, 3, dtype=torch.long), use_cache=False)
-        except RefusedBase:
-            raise
-        except Exception as error:
-            text = f"{type(error).__name__}: {error}".splitlines()[0]
-            raise RefusedBase(base_config, f"a run of its model without weights failed ({text})") from error
-    if len(counts) != len(layers):
-        raise RefusedBase(base_config, f"{len(counts)} of its {len(layers)} layers have run, one after the other")
-    return counts
+    except RefusedBase:
+        raise
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise RefusedBase(base_config, f"{step} ({text})") from error
+    if len(recorder.layers) != len(layers):
+        reason = f"{len(recorder.layers)} of its {len(layers)} layers have run, one after the other"
+        raise RefusedBase(base_config, reason)
+    return recorder.layers
 
 
 def _reason_against_config(base_config: PreTrainedConfig) -> str | None:
@@ -112,13 +173,17 @@ def _reason_against_config(base_config: PreTrainedConfig) -> str | None:
     return None
 
 
-def _reason_against_layer(layer: nn.Module, output, base_config: PreTrainedConfig) -> str | None:
+def _reason_against_layer(probed: ProbedLayer, output, base_config: PreTrainedConfig) -> str | None:
     stream, *others = output if isinstance(output, tuple) else (output,)
-    name = type(layer).__name__
+    name = type(probed.layer).__name__
     if not isinstance(stream, DepthStream):
-        return f"a {name} does more to its residual stream than to add outputs to it and to read it"
+        reason = f"its {name} does more to the residual stream than to add outputs to it and to read it"
+        if not probed.lines:
+            return reason
+        last = probed.lines[-1]  # behind it the layer goes on with what it has made of the stream
+        return f"{reason}. The last to use it is line {last.number} of {Path(last.file).name}, `{last.code}`"
     if any(isinstance(other, torch.Tensor) and other.shape == stream.shape for other in others):
-        return f"a {name} hands on two residual streams"
+        return f"its {name} hands on two residual streams"
     if stream.shape[-1] != base_config.hidden_size:
         return f"its residual stream has {stream.shape[-1]} features, not the {base_config.hidden_size} of a token"
     return None

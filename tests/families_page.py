@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`docs/families.md`, from the results of the survey: `python tests/families_page.py RESULTS.json`."""
+"""`families.json` and `docs/families.md`, from what was measured: `python tests/families_page.py RESULTS.json`."""
 
 import json
 import re
@@ -10,12 +10,15 @@ import transformers
 from decoder_configs import NOT_DECODERS
 
 
-PAGE = Path(__file__).parents[1] / "docs/families.md"
+ROOT = Path(__file__).parents[1]
+PAGE, RECORD = ROOT / "docs/families.md", ROOT / "families.json"
 HEAD = """# Which decoders can be a base
 
-Every type that transformers {version} has a causal language model of. Made by `python tests/family_survey.py
-RESULTS.json` and `python tests/families_page.py RESULTS.json`: a tiny model of each type with random weights, in fp64
-where it runs in that ({fp32} do not).
+Every type that transformers {version} has a causal language model of. `attnres families` shows the same, and
+`attnres families --probe FOLDER_OR_ID` says of any other checkpoint whether it can be a base, and where its code reads
+its residual stream and writes to it. Made by `python tests/family_survey.py RESULTS.json` and
+`python tests/families_page.py RESULTS.json`: a tiny model of each type with random weights, in fp64 where it runs in
+that ({fp32} do not).
 
 {supported} are supported, {refused} refused, {others} are not decoders. Relative differences of logits, the largest of
 all supported types in fp64, of blocks of 1, 2 and 3 sublayers:
@@ -34,63 +37,99 @@ It shares no code with the package, but its idea of what writes to the residual 
 ## Supported
 
 *Additions* is how often each layer adds to the residual stream. *Cached* is generation with the KV cache against one
-pass without it, of the AttnRes model and of its base: where these differ by more than rounding, they do so in the base
-as well, by as much or up to 16 times less. *Compile*, *TP* and *checkpointing* are what the base says it can do.
+pass without it, and *padded* generation from a prompt with padding in front of it against the prompt alone, each of
+the AttnRes model and of its base: where these differ by more than rounding, they do so in the base as well. *Packing*
+says whether documents in one row are kept apart, so that `attnres finetune` packs them. *Compile*, *TP*,
+*checkpointing* and *engines* (attention that serving engines put in its place, vLLM's Transformers backend among them)
+are what the base says it can do.
 
-| type | additions | zero queries | random queries | cached: AttnRes | base | KV cache | compile | TP | checkpointing |
-|---|---|---|---|---|---|---|---|---|---|
+| type | additions | zero queries | random queries | cached: AttnRes | base | padded: AttnRes | base | KV cache | packing | \
+compile | TP | checkpointing | engines |
+|---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
+FLAGS = {
+    "compile": "compile_fullgraph",
+    "tp": "tp_plan",
+    "checkpointing": "checkpointing",
+    "engines": "attention_backend",
+}
+ERRORS = ("zero_queries", "random_queries", "training_mode", "depth_attentions")
+
+
+def record(results: dict) -> dict:
+    """What is kept of the results of the survey."""
+    supported, refused, others = {}, {}, dict(NOT_DECODERS)
+    for name, found in sorted(results.items()):
+        if "error" in found:
+            others[name] = found["error"]
+        elif "refused" in found:
+            refused[name] = reason(found["refused"])
+        else:
+            supported[name] = {
+                "additions": sorted(set(found["sublayers"])),
+                **{key: rounded(found[key]) for key in ERRORS},
+                "cached": [rounded(found["generation"].get(key)) for key in ("attnres", "base")],
+                "padded": [rounded(found["padding"].get(key)) for key in ("attnres", "base")],
+                "saved": found["save_and_load"].get("difference") == 0,
+                "kv_cache": found["kv_cache"],
+                "packing": found["packing"].get("reason", "") is None,
+                "fp64": found["flags"]["dtype"] == "torch.float64",
+                **{key: found["flags"][flag] for key, flag in FLAGS.items()},
+            }
+    return {
+        "transformers": transformers.__version__,
+        "supported": supported,
+        "refused": refused,
+        "others": dict(sorted(others.items())),
+    }
+
+
+def rounded(value):
+    return float(f"{value:.0e}") if isinstance(value, float) else None
+
+
+def reason(text: str) -> str:
+    """The sentence of an error, without its beginning and where it was raised."""
+    return re.sub(r"^\w+: `base_model_type='[^']*'` is not supported: |\.? \([\w.]+:\d+[^()]*\)$", "", text)
 
 
 def row(name: str, found: dict) -> str:
-    flags = found["flags"]
-    counts = sorted(set(found["sublayers"]))
     cells = [
-        name + ("" if flags["dtype"] == "torch.float64" else " (fp32)"),
-        ", ".join(map(str, counts)),
+        name + ("" if found["fp64"] else " (fp32)"),
+        ", ".join(map(str, found["additions"])),
         *(number(found[key]) for key in ("zero_queries", "random_queries")),
-        *(number(found["generation"].get(key)) for key in ("attnres", "base")),
+        *(number(value) for key in ("cached", "padded") for value in found[key]),
         str(found["kv_cache"] or "none"),
-        *("yes" if flags[key] else "no" for key in ("compile_fullgraph", "tp_plan", "checkpointing")),
+        *("yes" if found[key] else "no" for key in ("packing", *FLAGS)),
     ]
     return "| " + " | ".join(cells) + " |"
 
 
-def number(value) -> str:
-    return f"{value:.0e}" if isinstance(value, float) else "-"
+def number(value: float | None) -> str:
+    return "-" if value is None else f"{value:.0e}"
 
 
-def reason(text: str) -> str:
-    """The sentence of an error, without where it was raised."""
-    return re.sub(r"^ValueError: `base_model_type='[^']*'` is not supported: | \([^()]*\)$", "", text)
-
-
-def page(results: dict) -> str:
-    supported = {name: found for name, found in results.items() if "sublayers" in found}
-    refused = {name: found["refused"] for name, found in results.items() if "refused" in found}
-    others = {**NOT_DECODERS, **{name: found["error"] for name, found in results.items() if "error" in found}}
-    exact = [found for found in supported.values() if found["flags"]["dtype"] == "torch.float64"]
-    largest = {
-        key: number(max(found[key] for found in exact if isinstance(found[key], float)))
-        for key in ("zero_queries", "random_queries", "training_mode", "depth_attentions")
-    }
-    off = [name for name, found in supported.items() if found["save_and_load"].get("difference") != 0]
-    saved = "0" + (f" (not {', '.join(off)}, whose base is not the same either)" if off else "")
+def page(recorded: dict) -> str:
+    supported, refused, others = (recorded[key] for key in ("supported", "refused", "others"))
+    exact = [found for found in supported.values() if found["fp64"]]
+    off = [name for name, found in supported.items() if not found["saved"]]
     text = HEAD.format(
-        version=transformers.__version__,
+        version=recorded["transformers"],
         supported=len(supported),
         refused=len(refused),
         others=len(others),
         fp32=len(supported) - len(exact),
-        saved=saved,
-        **largest,
+        saved="0" + (f" (not {', '.join(off)}, whose base is not the same either)" if off else ""),
+        **{key: number(max(found[key] for found in exact if found[key] is not None)) for key in ERRORS},
     )
-    text += "\n".join(row(name, found) for name, found in sorted(supported.items()))
-    text += "\n\n## Refused\n\n| type | why |\n|---|---|\n"
-    text += "\n".join(f"| {name} | {reason(why)} |" for name, why in sorted(refused.items()))
-    text += "\n\n## Not decoders\n\n| type | why |\n|---|---|\n"
-    return text + "\n".join(f"| {name} | {why} |" for name, why in sorted(others.items())) + "\n"
+    text += "\n".join(row(name, found) for name, found in supported.items())
+    for title, reasons in (("Refused", refused), ("Not decoders", others)):
+        text += f"\n\n## {title}\n\n| type | why |\n|---|---|\n"
+        text += "\n".join(f"| {name} | {why.replace('|', chr(92) + '|')} |" for name, why in reasons.items())
+    return text + "\n"
 
 
 if __name__ == "__main__":
-    PAGE.write_text(page(json.loads(Path(sys.argv[1]).read_text())))
+    recorded = record(json.loads(Path(sys.argv[1]).read_text()))
+    RECORD.write_text(json.dumps(recorded, indent=1) + "\n")
+    PAGE.write_text(page(recorded))

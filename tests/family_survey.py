@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for every decoder of transformers: `python tests/family_survey.py RESULTS.json [model types]`.
 
+`tests/families_page.py` makes `families.json`, which `attnres families` shows, and `docs/families.md` of the results.
+
 Each type is measured on a tiny model with random weights, in fp64 (also what the base computes in fp32), and written
 to the results at once: a run that was stopped goes on where it was.
 """
@@ -26,6 +28,8 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.training.config import cannot_pack
+from attnres.training.data import sees_other_documents
 
 
 BLOCK_SIZES = (1, 2, 3)
@@ -161,6 +165,28 @@ class Survey:
         with torch.no_grad():
             expected = model(outputs.sequences[:, :-1], use_cache=False).logits[:, -6:]
         return relative(torch.stack(outputs.logits, 1), expected)
+
+    def measure_padding(self):
+        """Generation from a prompt with padding in front of it against the prompt alone, of both models."""
+        alone = self.input_ids[:1]
+        padded = torch.nn.functional.pad(alone, (3, 0), value=0)
+        mask = (torch.arange(padded.shape[1]) >= 3).long()[None]
+        kwargs = {"max_new_tokens": 3, "do_sample": False, "return_dict_in_generate": True, "output_logits": True}
+        results = {}
+        for name, model in (("attnres", self.model(3)), ("base", self.native)):
+            expected = model.generate(alone, **kwargs).logits
+            actual = model.generate(padded, attention_mask=mask, **kwargs).logits
+            results[name] = relative(torch.stack(actual), torch.stack(expected))
+        return results
+
+    def measure_packing(self):
+        """The second of two documents in a row against itself alone, and whether fine-tuning would pack them."""
+        model, first, second = self.model(3), self.input_ids[:1, :6], self.input_ids[1:, :5]
+        positions = torch.tensor([[*range(6), *range(5)]])
+        with torch.no_grad():
+            packed = model(torch.cat([first, second], 1), position_ids=positions, use_cache=False).logits[:, 6:]
+            difference = relative(packed, model(second, use_cache=False).logits)
+        return {"difference": difference, "reason": cannot_pack(model.config) or sees_other_documents(model)}
 
     def measure_kv_cache(self):
         with torch.no_grad():

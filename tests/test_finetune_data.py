@@ -128,7 +128,7 @@ def test_whether_documents_are_kept_apart_is_tried(tmp_path, capsys):
     convert(tiny_base_model("gpt_oss", vocab_size=len(tokenizer)), 3).save_pretrained(tmp_path / "blocks-of-3")
     tokenizer.save_pretrained(tmp_path / "blocks-of-3")
     write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in read_sample().split("\n\n") * 2 if text.strip()])
-    reason = "a gpt_oss with `attn_implementation='eager'` does not keep documents that lie in one row apart"
+    reason = "`gpt_oss` with `attn_implementation='eager'` does not keep documents that lie in one row apart"
     with pytest.raises(ValueError, match=f"`packing: true` is not possible here: {reason}. Set `packing: false`."):
         finetune(fields(tmp_path, tmp_path / "out", packing=True))
     assert not (tmp_path / "out").exists()

@@ -53,7 +53,7 @@ def test_base_checkpoint_loads_directly(family, input_ids, tmp_path):
 
 def test_unsupported_base_checkpoint_is_refused(tmp_path):
     AutoModelForCausalLM.from_config(AutoConfig.for_model("bert", **TINY, is_decoder=True)).save_pretrained(tmp_path)
-    with pytest.raises(ValueError, match="bert.*is not supported: a BertLayer does more to its residual stream"):
+    with pytest.raises(ValueError, match="bert.*is not supported: its BertLayer does more to the residual stream"):
         AttnResForCausalLM.from_pretrained(tmp_path)
 
 

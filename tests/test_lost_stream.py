@@ -16,7 +16,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from attnres import AttnResConfig, AttnResForCausalLM
 
 
-LOST = "a LlamaDecoderLayer does more to its residual stream than to add outputs to it and to read it"
+LOST = "its LlamaDecoderLayer does more to the residual stream than to add outputs to it and to read it"
 
 
 @pytest.fixture

@@ -310,6 +310,6 @@ def sees_other_documents(model: nn.Module) -> str | None:
         return None
     base_model_type = getattr(model.config, "base_model_type", model.config.model_type)
     return (
-        f"a {base_model_type} with `attn_implementation={model.config._attn_implementation!r}` does not keep documents"
+        f"`{base_model_type}` with `attn_implementation={model.config._attn_implementation!r}` does not keep documents"
         " that lie in one row apart"
     )

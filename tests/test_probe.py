@@ -1,0 +1,223 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnres families`: what was measured of every type, and a probe of a checkpoint that brings its own code."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from decoder_configs import DECODERS, NOT_DECODERS
+from families_page import PAGE, RECORD, page
+from family_survey import converted
+from literal_definition import literal_logits, relative
+from tiny_models import tiny_base_config
+from transformers import AutoModelForCausalLM
+
+from attnres import AttnResConfig
+from attnres.families import describe_probe, read_decoder_config
+
+
+CONFIG = """
+from transformers import PreTrainedConfig
+
+
+class TinyConfig(PreTrainedConfig):
+    model_type = "tiny_NAME"
+    vocab_size: int = 50
+    hidden_size: int = 16
+    num_hidden_layers: int = 3
+"""
+MODEL = """
+import torch
+from torch import nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
+
+from .configuration_tiny import TinyConfig
+
+
+class TinyNorm(nn.LayerNorm):
+    pass
+
+
+class TinyLayer(nn.Module):
+    def __init__(self, config):
+        super().__init__()
+        self.norm = TinyNorm(config.hidden_size)
+        self.proj = nn.Linear(config.hidden_size, config.hidden_size)
+
+    def forward(self, hidden_states):
+        output = torch.tanh(self.proj(self.norm(hidden_states))).cumsum(1)
+        return hidden_states + output
+
+
+class TinyPreTrainedModel(PreTrainedModel):
+    config_class = TinyConfig
+    base_model_prefix = "model"
+
+
+class TinyModel(TinyPreTrainedModel):
+    def __init__(self, config):
+        super().__init__(config)
+        self.embed = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.layers = nn.ModuleList([TinyLayer(config) for _ in range(config.num_hidden_layers)])
+        self.norm = TinyNorm(config.hidden_size)
+        self.post_init()
+
+    def get_input_embeddings(self):
+        return self.embed
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        hidden_states = self.embed(input_ids)
+        for layer in self.layers:
+            hidden_states = layer(hidden_states)
+        return BaseModelOutputWithPast(last_hidden_state=self.norm(hidden_states))
+
+
+class TinyForCausalLM(TinyPreTrainedModel, GenerationMixin):
+    def __init__(self, config):
+        super().__init__(config)
+        self.model = TinyModel(config)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+        self.post_init()
+
+    def forward(self, input_ids=None, use_cache=None, **kwargs):
+        return CausalLMOutputWithPast(logits=self.lm_head(self.model(input_ids, **kwargs).last_hidden_state))
+"""
+WRITE, LAYER_LOOP = "return hidden_states + output", "for layer in self.layers:"
+# What is put in the place of which line, by name
+RIGHT = {
+    "as it is": (WRITE, WRITE),
+    "scaled stream": (WRITE, "return 0.5 * hidden_states + output"),
+    "detached branch": (WRITE, "return hidden_states + output.detach()"),
+    "cast stream": (WRITE, "return hidden_states.float() + output.double()"),
+    "in-place addition": (WRITE, "hidden_states += output\n        return hidden_states"),
+    "view": (WRITE, "return (hidden_states.view(-1, 16) + output.view(-1, 16)).view(output.shape)"),
+    "a chunk is read": (WRITE, "return hidden_states + output * hidden_states.chunk(2, -1)[0].mean(-1, keepdim=True)"),
+    "two additions": (WRITE, "return hidden_states + output + self.proj(self.norm(hidden_states + output))"),
+}
+# And what the reason has to say
+WRONG = {
+    "norm of the sum": (
+        WRITE,
+        "return self.norm(hidden_states + output)",
+        "`return self.norm(hidden_states + output)`",
+    ),
+    "stream scaled by feature": (WRITE, "return hidden_states * self.proj.bias + output", "self.proj.bias + output`"),
+    "detached stream": (WRITE, "return hidden_states.detach() + output", "hidden_states.detach() + output`"),
+    "two streams": (WRITE, "return hidden_states + output, output", "hands on two residual streams"),
+    "chunks": (
+        WRITE,
+        "return torch.cat([c + 1 for c in hidden_states.chunk(2, -1)], -1)",
+        "hidden_states.chunk(2, -1)",
+    ),
+    "in place by name": (WRITE, "return hidden_states.add_(output)", "has no attribute 'add_'"),
+    "reused layer": (LAYER_LOOP, "for layer in [*self.layers, self.layers[0]]:", "runs more than once"),
+    "skipped layer": (LAYER_LOOP, "for layer in self.layers[1:]:", "not in the order of the layers"),
+    "last layer skipped": (LAYER_LOOP, "for layer in self.layers[:-1]:", "2 of its 3 layers have run"),
+    "normed between layers": (
+        LAYER_LOOP,
+        f"{LAYER_LOOP}\n            hidden_states = self.norm(hidden_states)",
+        "add",
+    ),
+}
+
+
+def write_base(folder: Path, name: str, old: str = WRITE, new: str = WRITE) -> Path:
+    """A folder with a decoder of its own code, in which a line was put in the place of another."""
+    folder.mkdir()
+    model_type = f"tiny_{''.join(letter for letter in name if letter.isalpha())}"
+    assert old in MODEL
+    (folder / "configuration_tiny.py").write_text(CONFIG.replace("tiny_NAME", model_type))
+    (folder / "modeling_tiny.py").write_text(MODEL.replace(old, new))
+    auto_map = {
+        "AutoConfig": "configuration_tiny.TinyConfig",
+        "AutoModel": "modeling_tiny.TinyModel",
+        "AutoModelForCausalLM": "modeling_tiny.TinyForCausalLM",
+    }
+    (folder / "config.json").write_text(json.dumps({"model_type": model_type, "auto_map": auto_map}))
+    return folder
+
+
+@pytest.fixture
+def modules_cache(tmp_path, monkeypatch):
+    monkeypatch.setattr("transformers.dynamic_module_utils.HF_MODULES_CACHE", str(tmp_path / "modules"))
+    monkeypatch.syspath_prepend(str(tmp_path / "modules"))
+    for name in [name for name in sys.modules if name.partition(".")[0] == "transformers_modules"]:
+        monkeypatch.delitem(sys.modules, name)
+
+
+@pytest.mark.parametrize("name", RIGHT)
+def test_own_code_that_adds_and_reads(name, tmp_path, modules_cache):
+    """Exact, with queries of zero and with random ones."""
+    folder = write_base(tmp_path / name.replace(" ", "_"), name, *RIGHT[name])
+    config = read_decoder_config(str(folder), trust_remote_code=True)
+    lines = describe_probe(config)
+    per_layer = 2 if name == "two additions" else 1
+    assert lines[0].startswith(f"{config.model_type}: 3 layers, {3 * per_layer + 1} sites.")
+    assert sum(" writes " in line for line in lines) == per_layer
+    torch.manual_seed(0)
+    native = AutoModelForCausalLM.from_config(config).double().eval()
+    ids = torch.randint(50, (2, 7))
+    model = converted(native, 2)
+    # That base rounds its stream to fp32 on the way to a sum in fp64; the sources keep all their digits
+    rounding = 1e-7 if name == "cast stream" else 1e-12
+    with torch.no_grad():
+        assert relative(model(ids).logits, native(ids).logits) < rounding
+        model.model.depth_queries.query.normal_()
+        expected, _ = literal_logits(native, model, ids)
+        assert relative(model(ids).logits, expected) < rounding
+        assert relative(model(ids).logits, native(ids).logits) > 1e-3
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_own_code_that_does_more(name, tmp_path, modules_cache):
+    old, new, reason = WRONG[name]
+    config = read_decoder_config(str(write_base(tmp_path / name.replace(" ", "_"), name, old, new)), None, True)
+    for refuse in (describe_probe, AttnResConfig.from_base_config):
+        with pytest.raises(ValueError, match="is not supported: ") as error:
+            refuse(config)
+        assert reason in str(error.value)
+
+
+def attnres(*args) -> subprocess.CompletedProcess:
+    return subprocess.run([sys.executable, "-m", "attnres", *map(str, args)], capture_output=True, text=True)
+
+
+def test_probe_command(tmp_path):
+    tiny_base_config("llama").save_pretrained(tmp_path / "llama")
+    done = attnres("families", "--probe", tmp_path / "llama")
+    assert done.returncode == 0, done.stderr
+    first, layers, file, *lines = done.stdout.splitlines()
+    assert first.startswith("llama: ") and layers.endswith(": LlamaDecoderLayer")
+    assert file.endswith("models/llama/modeling_llama.py")
+    assert [line.split()[1] for line in lines] == ["reads", "writes", "reads", "writes"]
+    number, _, code = lines[0].split(maxsplit=2)
+    assert Path(file.strip()).read_text().splitlines()[int(number) - 1].strip() == code
+
+    folder = write_base(tmp_path / "own", "own")
+    refused = attnres("families", "--probe", folder)
+    assert refused.returncode == 1 and "trust_remote_code=True" in refused.stderr
+    assert not refused.stdout and "Traceback" not in refused.stderr
+    done = attnres("families", "--probe", folder, "--trust-remote-code")
+    assert "return hidden_states + output" in done.stdout, done.stderr
+
+    both = attnres("families", "llama", "--probe", folder)
+    assert both.returncode == 2 and "takes no model types" in both.stderr
+
+
+def test_families_command():
+    done = attnres("families", "llama", "bert")
+    assert done.returncode == 0, done.stderr
+    assert "packing" in done.stdout and "refused: its BertLayer" in " ".join(done.stdout.split())
+    unknown = attnres("families", "lama")
+    assert unknown.returncode == 1 and "Did you mean llama" in unknown.stderr
+
+
+def test_record_and_page():
+    """What is shown is what was measured last, of all types, and with the reasons that the probe gives today."""
+    recorded = json.loads(RECORD.read_text())
+    assert PAGE.read_text() == page(recorded)
+    assert {*recorded["supported"], *recorded["refused"], *recorded["others"]} == {*DECODERS, *NOT_DECODERS}
