@@ -381,11 +381,14 @@ def _rename_architectures(architectures: list[str] | None, base_model_type: str,
     base = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(base_model_type)
     if base is None:  # it has been registered
         base = MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)].__name__
-    base = base.removesuffix("ForCausalLM")
+    causal_lms = {base: "AttnResForCausalLM"}
+    base = re.sub("ForCausalLM$|LMHeadModel$", "", base)
     old, new = ("AttnRes", base) if to_base else (base, "AttnRes")
+    if to_base:
+        causal_lms = {ours: native for native, ours in causal_lms.items()}
     if architectures is None:
         return None
-    return [re.sub(rf"^{old}(?=For|Model$)", new, name) for name in architectures]
+    return [causal_lms.get(name) or re.sub(rf"^{old}(?=For|Model$)", new, name) for name in architectures]
 
 
 def _per_layer(config: PreTrainedConfig) -> dict[str, Any]:

@@ -40,7 +40,10 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import get_session, tqdm
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+
+from ..configuration_attnres import base_config_class
 
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -110,16 +113,25 @@ class Checkpoint:
     def shards(self) -> list[str]:
         return sorted(set(self.weight_map.values()))
 
-    @property
+    @functools.cached_property
+    def causal_lm_class(self) -> type[PreTrainedModel]:
+        """The base's causal language model."""
+        base_model_type = getattr(self.config, "base_model_type", self.config.model_type)
+        return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
+
+    @functools.cached_property
     def prefix(self) -> str:
         """Of the names of the trunk's tensors: empty where a checkpoint holds the trunk alone."""
-        return "model." if any(name.startswith("model.") for name in self.weight_map) else ""
+        # What a class says of its prefix is not always so, and then it is the usual one
+        prefixes = (f"{self.causal_lm_class.base_model_prefix}.", "model.")
+        return next((p for p in prefixes if any(name.startswith(p) for name in self.weight_map)), "")
 
     @property
     def has_lm_head(self) -> bool:
         """Whether it is a causal LM's; of other checkpoints the trunk is looked at."""
-        architectures = self.config_dict.get("architectures") or ["ForCausalLM"]  # a list, see `read_config_dict`
-        return bool(self.prefix) and architectures[0].endswith("ForCausalLM")
+        names = self.causal_lm_class.__name__, "AttnResForCausalLM"
+        architectures = self.config_dict.get("architectures") or names  # a list, see `read_config_dict`
+        return bool(self.prefix) and architectures[0] in names
 
     @property
     def num_bytes(self) -> int:

@@ -61,7 +61,8 @@ POSITIVE_FIELDS = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings", "num_experts_per_tok", "moe_intermediate_size"),
 )
-LAYER_NUMBERS = re.compile(r"^(?:model\.)?layers\.(\d+)\.", re.MULTILINE)
+# The first number in the name of a tensor
+LAYER_NUMBERS = re.compile(r"^\D*\.(\d+)\.", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -300,6 +301,7 @@ def check_config(checkpoint: Checkpoint):
         refuse("num_hidden_layers", config.num_hidden_layers, f"at most {depth}, the layers that the weights have")
     allowed = list(PIPELINE_TAGS)
     if not is_attnres(checkpoint):
+        check_base_model_type(config.model_type)
         allowed = rename_architectures(allowed, config.model_type, to_base=True)
     if config.architectures and config.architectures[0] not in allowed:
         refuse("architectures", config.architectures, f"one of {', '.join(allowed)}")
@@ -396,6 +398,7 @@ def write_checkpoint(
                     + verification.to_markdown()
                 )
         config_dict = config if isinstance(config, dict) else config.to_dict()
+        of_depth = config if isinstance(config, AttnResConfig) else source.config
         report = ConversionReport(
             operation=operation,
             source=source.title,
@@ -403,7 +406,7 @@ def write_checkpoint(
             destination=path.name,
             model_type=config_dict["model_type"],
             base_model_type=config_dict.get("base_model_type"),
-            num_sublayers=2 * config_dict["num_hidden_layers"],
+            num_sublayers=of_depth.num_sites - 1,
             block_size=config.attn_res_block_size if isinstance(config, AttnResConfig) else None,
             tensors_added={name: list(tensor.shape) for name, tensor in add.items()},
             tensors_dropped=sorted(name for name in source.weight_map if rename(name) is None),

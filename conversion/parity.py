@@ -457,14 +457,14 @@ def run(
             return outputs, outputs_of(model)
 
 
-def norms_over_depth(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The norms behind the residual stream or behind the reads over depth, in the order of depth."""
-    trunk = model.get_decoder() if hasattr(model, "lm_head") else model
-    norms = {}
-    for i, layer in enumerate(trunk.layers):
-        norms[f"the input of the attention of layer {i}"] = layer.input_layernorm
-        norms[f"the input of the MLP of layer {i}"] = layer.post_attention_layernorm
-    return {**norms, "the final norm": trunk.norm}
+def norms_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The norms of a model by name, of which most stand behind the residual stream or behind a read over depth."""
+    modules = model.base_model.named_modules()
+    return {
+        name: module
+        for name, module in modules
+        if "norm" in type(module).__name__.lower() and not [*module.children()]
+    }
 
 
 @contextlib.contextmanager
@@ -482,20 +482,21 @@ def norm_inputs_moved_by_one_ulp(model: PreTrainedModel) -> contextlib.AbstractC
 
     def move(norm, inputs):
         up = torch.randint(0, 2, inputs[0].shape, generator=generator).to(inputs[0].device)
-        return torch.nextafter(inputs[0], torch.where(up.bool(), torch.inf, -torch.inf).to(inputs[0].dtype))
+        moved = torch.nextafter(inputs[0], torch.where(up.bool(), torch.inf, -torch.inf).to(inputs[0].dtype))
+        return moved, *inputs[1:]
 
-    return hooks([norm.register_forward_pre_hook(move) for norm in norms_over_depth(model).values()])
+    return hooks([norm.register_forward_pre_hook(move) for norm in norms_of(model).values()])
 
 
 @contextlib.contextmanager
 def norm_outputs(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
-    """While it is on, what the norms give is collected, by the place of the norm."""
+    """While it is on, what the norms give is collected by their names, in the order in which they run."""
     outputs = {}
 
-    def keep(place: str) -> Callable:
-        return lambda norm, inputs, output: outputs.__setitem__(place, output.detach().float().cpu())
+    def keep(name: str) -> Callable:
+        return lambda norm, inputs, output: outputs.__setitem__(name, output.detach().float().cpu())
 
-    with hooks([norm.register_forward_hook(keep(place)) for place, norm in norms_over_depth(model).items()]):
+    with hooks([norm.register_forward_hook(keep(name)) for name, norm in norms_of(model).items()]):
         yield outputs
 
 
@@ -503,9 +504,9 @@ def norm_outputs(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
 def find_first_difference(
     first: Checkpoint, second: Checkpoint, ids: torch.Tensor, dtype: torch.dtype, device: str
 ) -> str:
-    """The first place where what a sublayer is given is not the same in both models."""
+    """The first norm, in the order of execution, whose output is not the same in both models."""
 
-    def norms_of(checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
+    def run_twice(checkpoint: Checkpoint) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
         collected = []
         with loaded(checkpoint, dtype, device) as model:
             for context in (contextlib.nullcontext(), norm_inputs_moved_by_one_ulp(model)):
@@ -514,16 +515,16 @@ def find_first_difference(
                 collected.append(outputs)
         return tuple(collected)
 
-    expected, moved = norms_of(first)
-    actual, _ = norms_of(second)
-    for place in expected:
-        if place not in actual:
-            return f"{place}, which only the first one has"
-        if actual[place].shape != expected[place].shape:
-            return f"{place}, by its shape"
-        tolerance = FP32_TOLERANCE * relative_error([moved[place]], [expected[place]])
-        if relative_error([actual[place]], [expected[place]]) > tolerance:
-            return place
+    expected, moved = run_twice(first)
+    actual, _ = run_twice(second)
+    for name in expected:
+        if name not in actual:
+            return f"`{name}`, which only the first one has"
+        if actual[name].shape != expected[name].shape:
+            return f"`{name}`, by its shape"
+        tolerance = FP32_TOLERANCE * relative_error([moved[name]], [expected[name]])
+        if relative_error([actual[name]], [expected[name]]) > tolerance:
+            return f"`{name}`"
     return "the language-modelling head"
 
 

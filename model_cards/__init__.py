@@ -102,8 +102,10 @@ def render_model_card(
         **(metadata or {}),
     }
     metadata["tags"] = list(dict.fromkeys([*(metadata.get("tags") or []), "attnres", "attention-residuals"]))
-    num_sublayers, size = 2 * config.num_hidden_layers, config.attn_res_block_size
-    kinds = "AM" * config.num_hidden_layers
+    num_sublayers, size = config.num_sites - 1, config.attn_res_block_size
+    counts = config.sublayers_per_layer()
+    kinds = "".join("AM" if count == 2 else "S" * count for count in counts)
+    legends = {"A": "A: attention, M: MLP", "S": "S: all that a layer adds at once"}
     norms = query.float().norm(dim=-1)
     base_model = metadata.get("base_model")
     return ModelCard.from_template(
@@ -116,6 +118,8 @@ def render_model_card(
         query_norm=norms.max().item(),
         num_trained=norms.count_nonzero().item(),
         blocks=[" " * start + kinds[start : start + size] for start in range(0, num_sublayers, size)],
+        num_sublayers=num_sublayers,
+        legend=", ".join(legend for kind, legend in legends.items() if kind in kinds),
         short=num_sublayers % size,
         report=report,
         parity=parity,

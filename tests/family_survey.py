@@ -9,6 +9,7 @@ to the results at once: a run that was stopped goes on where it was.
 
 import contextlib
 import copy
+import filecmp
 import json
 import logging
 import os
@@ -28,6 +29,7 @@ from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.conversion import convert, revert
 from attnres.training.config import cannot_pack
 from attnres.training.data import sees_other_documents
 
@@ -283,7 +285,28 @@ def survey(model_type: str) -> dict:
     results = measure(model_type, all_in_fp64())
     if "Double" in str(results):  # products in groups of experts are not there in fp64
         results = measure(model_type, contextlib.nullcontext())
+    if "refused" not in results and "error" not in results:
+        try:
+            results["conversion"] = convert_and_revert(model_type)
+        except Exception as error:
+            results["conversion"] = {"error": message(error)}
     return results
+
+
+def convert_and_revert(model_type: str) -> dict:
+    """A checkpoint in fp32, converted with a comparison of the two, and back."""
+    with tempfile.TemporaryDirectory() as folder:
+        base, converted, reverted = (Path(folder, name) for name in ("base", "converted", "reverted"))
+        native_model(decoder_config(model_type)).save_pretrained(base)
+        report = convert(base, converted, block_size=3)
+        revert(converted, reverted)
+        return {
+            "equal": report.verification.equal,
+            "sublayers": report.num_sublayers,
+            "same_weights": all(filecmp.cmp(path, reverted / path.name, False) for path in base.glob("*.safetensors")),
+            "same_config": json.loads((base / "config.json").read_text())
+            == json.loads((reverted / "config.json").read_text()),
+        }
 
 
 def measure(model_type: str, precision) -> dict:

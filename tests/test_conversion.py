@@ -179,7 +179,7 @@ def test_trained_queries_are_not_lost(base, tmp_path):
     parity = report.verification.parities[0]
     assert not report.verification.equal and parity.kl_divergence > 1e-3
     assert parity.perplexities[0] != pytest.approx(parity.perplexities[1], rel=1e-3)
-    assert "they differ, first at the input of the MLP of layer 0" in report.to_markdown()
+    assert "they differ, first at `layers.0.post_attention_layernorm`" in report.to_markdown()
 
 
 def test_trained_from_scratch_is_not_its_base(tmp_path):
@@ -289,10 +289,10 @@ def broken(folder, tmp_path, change):
 @pytest.mark.parametrize(
     "name, place",
     [
-        ("model.layers.2.self_attn.v_proj.weight", "the input of the MLP of layer 2"),
-        ("model.layers.1.mlp.down_proj.weight", "the input of the attention of layer 2"),
-        ("model.layers.3.post_attention_layernorm.weight", "the input of the MLP of layer 3"),
-        ("model.norm.weight", "the final norm"),
+        ("model.layers.2.self_attn.v_proj.weight", "`layers.2.post_attention_layernorm`"),
+        ("model.layers.1.mlp.down_proj.weight", "`layers.2.input_layernorm`"),
+        ("model.layers.3.post_attention_layernorm.weight", "`layers.3.post_attention_layernorm`"),
+        ("model.norm.weight", "`norm`"),
         ("lm_head.weight", "the language-modelling head"),
     ],
 )
@@ -317,7 +317,7 @@ def test_verify_sees_what_rounding_does_not_do(base, tmp_path):
     report = verify(base, tmp_path / "attnres")
     assert not report.equal and not report.parities[0].equal
     # the embedding alone is read at first, by a scale of 1
-    assert report.first_difference == "the input of the MLP of layer 0"
+    assert report.first_difference == "`layers.0.post_attention_layernorm`"
 
 
 def test_a_conversion_that_is_not_equal_leaves_nothing(base, tmp_path, monkeypatch):
@@ -334,7 +334,7 @@ def test_verify_on_the_command_line(base, tmp_path, run_attnres, capsys):
     assert "the same function, up to rounding" in " ".join(capsys.readouterr().out.split())
     other = broken(tmp_path / "attnres", tmp_path, lambda loaded: [t.mul_(1.1) for t in loaded.values()])
     assert run_attnres("verify", base, other) == 1
-    assert "they differ, first at the input of the attention of layer 0" in " ".join(capsys.readouterr().out.split())
+    assert "they differ, first at `layers.0.input_layernorm`" in " ".join(capsys.readouterr().out.split())
 
 
 # --- bad input
