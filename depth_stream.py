@@ -87,13 +87,14 @@ class DepthStream:
 
     def write(self, output: torch.Tensor) -> "DepthStream":
         """The stream with one more output, `[batch, seq, hidden]`; closes the block if this is its last."""
-        read_as = torch.promote_types(self.dtype, output.dtype)  # as a sum of tensors has it
-        dtype = torch.promote_types(read_as, self.newest.dtype)
-        if self.newest.dtype != dtype:
-            return self._widened(dtype).write(output)
-        if output.dtype != dtype:
+        cast = None
+        if self.cast is not None or output.dtype != self.newest.dtype:
+            read_as = torch.promote_types(self.dtype, output.dtype)  # as a sum of tensors has it
+            dtype = torch.promote_types(read_as, self.newest.dtype)
+            if self.newest.dtype != dtype:
+                return self._widened(dtype).write(output)
             output = output.to(dtype)
-        cast = None if read_as == dtype else read_as
+            cast = None if read_as == dtype else read_as
         if self.recorder is not None and self.recorder.outputs is not None:
             self.recorder.outputs[self.site] = output
         partial = output if self.partial is None else self.partial + output
@@ -111,11 +112,10 @@ class DepthStream:
         return new
 
     def _with(self, blocks, partial, site: int, cast: torch.dtype | None, is_cached: bool) -> "DepthStream":
-        new = type(self)(
-            self.queries, blocks, partial, site, self.block_size, self.eps, self.sums, cast, self.recorder
-        )
-        new.scores, new.scored_until = self.scores, self.scored_until
-        new.cache, new.cache_pass, new.is_cached = self.cache, self.cache_pass, is_cached
+        new = object.__new__(type(self))  # a step of decoding makes one at every site
+        new.__dict__.update(self.__dict__)
+        new.blocks, new.partial, new.site, new.cast, new.is_cached = blocks, partial, site, cast, is_cached
+        new.mix = None
         return new
 
     def _widened(self, dtype: torch.dtype) -> "DepthStream":

@@ -394,11 +394,11 @@ class AttnResModel(AttnResPreTrainedModel):
 
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give the first layer a stream that starts with the embedding; the others have been given one."""
-        of_model, recorder, handed_on = getattr(_HANDED, "value", None) or (None, None, None)
-        if of_model is not self:
-            recorder = handed_on = None
         stream, entry_site = args[0] if args else kwargs["hidden_states"], layer.depth_sites[0]
         if isinstance(stream, torch.Tensor):
+            of_model, recorder, handed_on = getattr(_HANDED, "value", None) or (None, None, None)
+            if of_model is not self:
+                recorder = handed_on = None
             if handed_on is not None:
                 stream = handed_on
             elif entry_site == 0:

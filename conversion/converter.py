@@ -283,7 +283,7 @@ def check_config(checkpoint: Checkpoint):
         raise ValueError(f"config.json of `{name}` is not valid: `{field}={value!r}` must be {allowed}.")
 
     for field in POSITIVE_FIELDS:
-        value = getattr(config, field, None)
+        value = vars(config).get(config.attribute_map.get(field, field))  # some are of single layers
         if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
             refuse(field, value, "a number >= 1")
     for field, value in vars(config).items():

@@ -43,8 +43,8 @@ says whether documents in one row are kept apart, so that `attnres finetune` pac
 *checkpointing* and *engines* (attention that serving engines put in its place, vLLM's Transformers backend among them)
 are what the base says it can do.
 
-| type | additions | zero queries | random queries | cached: AttnRes | base | padded: AttnRes | base | KV cache | packing | \
-compile | TP | checkpointing | engines |
+| type | additions | zero queries | random queries | cached: AttnRes | base | padded: AttnRes | base | KV cache | \
+packing | compile | TP | checkpointing | engines |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 FLAGS = {

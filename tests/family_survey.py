@@ -300,12 +300,12 @@ def convert_and_revert(model_type: str) -> dict:
         native_model(decoder_config(model_type)).save_pretrained(base)
         report = convert(base, converted, block_size=3)
         revert(converted, reverted)
+        of_base, of_reverted = (json.loads((path / "config.json").read_text()) for path in (base, reverted))
         return {
             "equal": report.verification.equal,
             "sublayers": report.num_sublayers,
             "same_weights": all(filecmp.cmp(path, reverted / path.name, False) for path in base.glob("*.safetensors")),
-            "same_config": json.loads((base / "config.json").read_text())
-            == json.loads((reverted / "config.json").read_text()),
+            "changed_fields": sorted(name for name in of_base if of_reverted.get(name) != of_base[name]),
         }
 
 

@@ -14,6 +14,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 # Of different kinds: what they add at once, norms behind sublayers, positions, names of things, caches, states
 SPREAD = ("gpt_neox", "cohere2", "gemma3_text", "olmo2", "gpt2", "bloom", "opt", "phi", "mamba", "jamba", "glm4_moe")
+# By their states, or because their code makes masks without the positions
+SEE_OTHER_DOCUMENTS = ("bloom", "opt", "mamba", "jamba")
 # Sums in fp64, in other orders: layers deep, and some of them long
 ROUNDING = 1e-12
 
@@ -44,5 +46,10 @@ def test_decoder(model_type):
     unused = [0, 1, 3, 5, 7] if model_type == "cohere2" else [0]
     assert found["gradients"] == {"lost": [], "queries_without": unused}
     assert all(found["checkpointing"][name] < ROUNDING for name in ("not reentrant", "reentrant"))
+    assert found["padding"]["attnres"] < max(ROUNDING, 4 * found["padding"]["base"])
+    is_kept_apart = found["packing"]["difference"] < ROUNDING
+    assert (found["packing"]["reason"] is None) == is_kept_apart == (model_type not in SEE_OTHER_DOCUMENTS)
     per_layer = {"gpt_neox": 1, "phi": 1, "mamba": 1}.get(model_type, 2)
     assert found["sublayers"] == [per_layer] * 4
+    of_conversion = {"equal": True, "sublayers": 4 * per_layer, "same_weights": True, "changed_fields": []}
+    assert found["conversion"] == of_conversion
