@@ -135,7 +135,8 @@ def probe_layers(base_config: PreTrainedConfig) -> list[ProbedLayer]:
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     step = "no model can be made of its config"
     try:
-        with torch.device("cpu"), fake, no_init_weights(), torch.no_grad():  # also where weights are being loaded
+        # Whatever is on around it: weights may be being loaded, or a model run
+        with torch.device("cpu"), fake, no_init_weights(), torch.inference_mode(False), torch.no_grad():
             model = MODEL_MAPPING[type(base_config)](base_config).eval()
             if hasattr(model, "encoder") and hasattr(model, "decoder"):
                 raise RefusedBase(base_config, "it has an encoder beside its decoder")

@@ -30,6 +30,7 @@ from transformers.activations import ACT2FN
 from .. import __version__
 from ..configuration_attnres import AttnResConfig, check_base_model_type
 from ..configuration_attnres import _rename_architectures as rename_architectures
+from ..depth_probe import probe_sublayers
 from ..model_cards import CODE_FILES, PIPELINE_TAGS, code_files, inherited_metadata, write_model_card
 from ..modeling_attnres import REMOTE_CODE_AUTO_MAP
 from .checkpoint import (
@@ -297,7 +298,8 @@ def check_config(checkpoint: Checkpoint):
     if config.dtype is not None and not getattr(config.dtype, "is_floating_point", False):
         refuse("dtype", config.dtype, "one of float32, bfloat16, float16")
     depth = 1 + max((int(number) for number in LAYER_NUMBERS.findall("\n".join(checkpoint.weight_map))), default=-1)
-    if config.num_hidden_layers > depth:  # fewer may be meant: some carry layers that predict further tokens
+    # Fewer may be meant, as some carry layers that predict further tokens; and some count halves of layers
+    if config.num_hidden_layers > depth and num_layers_of(config) > depth:
         refuse("num_hidden_layers", config.num_hidden_layers, f"at most {depth}, the layers that the weights have")
     allowed = list(PIPELINE_TAGS)
     if not is_attnres(checkpoint):
@@ -305,6 +307,10 @@ def check_config(checkpoint: Checkpoint):
         allowed = rename_architectures(allowed, config.model_type, to_base=True)
     if config.architectures and config.architectures[0] not in allowed:
         refuse("architectures", config.architectures, f"one of {', '.join(allowed)}")
+
+
+def num_layers_of(config: PreTrainedConfig) -> int:
+    return len(config.sublayers_per_layer() if isinstance(config, AttnResConfig) else probe_sublayers(config))
 
 
 def check_tensors(checkpoint: Checkpoint):

@@ -31,6 +31,9 @@ all supported types in fp64, of blocks of 1, 2 and 3 sublayers:
 | weights over depth, against the definition | {depth_attentions} |
 | a model that was saved and loaded | {saved} |
 
+`attnres convert` makes a checkpoint of {converted} that computes the same, and `attnres revert` gives the base's
+weights back byte for byte.
+
 The definition is written on what the base's own code computes, operation by operation (`tests/literal_definition.py`).
 It shares no code with the package, but its idea of what writes to the residual stream and what reads it.
 
@@ -70,6 +73,7 @@ def record(results: dict) -> dict:
                 **{key: rounded(found[key]) for key in ERRORS},
                 "cached": [rounded(found["generation"].get(key)) for key in ("attnres", "base")],
                 "padded": [rounded(found["padding"].get(key)) for key in ("attnres", "base")],
+                "converted": found["conversion"].get("equal") is found["conversion"].get("same_weights") is True,
                 "saved": found["save_and_load"].get("difference") == 0,
                 "kv_cache": found["kv_cache"],
                 "packing": found["packing"].get("reason", "") is None,
@@ -113,12 +117,14 @@ def page(recorded: dict) -> str:
     supported, refused, others = (recorded[key] for key in ("supported", "refused", "others"))
     exact = [found for found in supported.values() if found["fp64"]]
     off = [name for name, found in supported.items() if not found["saved"]]
+    not_converted = [name for name, found in supported.items() if not found["converted"]]
     text = HEAD.format(
         version=recorded["transformers"],
         supported=len(supported),
         refused=len(refused),
         others=len(others),
         fp32=len(supported) - len(exact),
+        converted="each" + (f" but {', '.join(not_converted)}" if not_converted else ""),
         saved="0" + (f" (not {', '.join(off)}, whose base is not the same either)" if off else ""),
         **{key: number(max(found[key] for found in exact if found[key] is not None)) for key in ERRORS},
     )
@@ -129,7 +135,15 @@ def page(recorded: dict) -> str:
     return text + "\n"
 
 
+def a_line_for_each_type(recorded: dict) -> str:
+    sections = [f'"transformers": "{recorded["transformers"]}"']
+    for name in ("supported", "refused", "others"):
+        types = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in recorded[name].items()]
+        sections.append(f'"{name}": {{\n' + ",\n".join(types) + "\n }")
+    return "{\n " + ",\n ".join(sections) + "\n}\n"
+
+
 if __name__ == "__main__":
     recorded = record(json.loads(Path(sys.argv[1]).read_text()))
-    RECORD.write_text(json.dumps(recorded, indent=1) + "\n")
+    RECORD.write_text(a_line_for_each_type(recorded))
     PAGE.write_text(page(recorded))

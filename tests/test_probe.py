@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_configs import DECODERS, NOT_DECODERS
+from decoder_configs import DECODERS, NOT_DECODERS, decoder_config
 from families_page import PAGE, RECORD, page
 from family_survey import converted
 from literal_definition import literal_logits, relative
@@ -16,6 +16,7 @@ from tiny_models import tiny_base_config
 from transformers import AutoModelForCausalLM
 
 from attnres import AttnResConfig
+from attnres.depth_probe import probe_layers
 from attnres.families import describe_probe, read_decoder_config
 
 
@@ -221,3 +222,12 @@ def test_record_and_page():
     recorded = json.loads(RECORD.read_text())
     assert PAGE.read_text() == page(recorded)
     assert {*recorded["supported"], *recorded["refused"], *recorded["others"]} == {*DECODERS, *NOT_DECODERS}
+
+
+@pytest.mark.parametrize("model_type", ["llama", "longcat_flash"])  # the second chooses experts by their numbers
+@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad, lambda: torch.device("meta")])
+def test_probe_within_other_modes(model_type, mode):
+    config = decoder_config(model_type)
+    expected = [layer.num_writes for layer in probe_layers(config)]
+    with mode():
+        assert [layer.num_writes for layer in probe_layers(config)] == expected
