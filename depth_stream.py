@@ -208,9 +208,12 @@ class DepthStream:
         Args:
             source: what is to be read or kept, which has to be of the dtype of the cache.
         """
+        cache = self.cache
+        if cache is None:
+            return None
         self._check_memory()
-        is_current = self.is_cached and len(self.cache) == len(self.blocks)
-        return self.cache if is_current and source.dtype == self.cache.dtype else None
+        is_current = self.is_cached and cache.num_closed == len(self.blocks)
+        return cache if is_current and source.dtype == cache.dtype else None
 
     def _check_memory(self):
         if self.cache is not None and self.cache.num_passes != self.cache_pass:
@@ -304,13 +307,12 @@ class DepthStream:
         return True
 
     def __add__(self, other):
-        return self.write(other) if self._is_output(other) else self.read() + _read_all(other)
+        if isinstance(other, torch.Tensor) and other.shape == self.newest.shape:
+            return self.write(other)
+        return self.read() + _read_all(other)
 
     __radd__ = __add__
     __iadd__ = __add__
-
-    def _is_output(self, other: Any) -> bool:
-        return isinstance(other, torch.Tensor) and other.shape == self.shape
 
     def __mul__(self, other):
         if self._is_factor(other):
@@ -350,8 +352,7 @@ class DepthStream:
         name = getattr(function, "__name__", "")
         if name in ("add", "__add__", "__radd__", "__iadd__") and len(args) == 2 and not kwargs:
             stream, output = args if isinstance(args[0], cls) else args[::-1]
-            if stream._is_output(output):
-                return stream.write(output)  # not `+`, which a compiler brings back here
+            return stream.__add__(output)  # not `+`, which a compiler brings back here
         if name in ("mul", "__mul__", "__rmul__", "__imul__") and len(args) == 2 and not kwargs:
             stream, number = args if isinstance(args[0], cls) else args[::-1]
             if stream._is_factor(number):
