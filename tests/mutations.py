@@ -51,7 +51,7 @@ MUTATIONS = [
     ("depth_stream.py", 'if name == "dropout" and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):', 'if name == "dropout":', STREAM),
     ("depth_stream.py", "            return self.on_sources(lambda source: source * other)\n", "            return self\n", (*STREAM, *MODEL)),
     ("depth_stream.py", "if isinstance(other, torch.Tensor) and other.shape == self.newest.shape:", "if True:", STREAM),
-    ("depth_stream.py", "        new.mix = None\n", "", (*STREAM, *MODEL)),
+    ("depth_stream.py", "        new.mix = None\n", "        new.mix = self.mix\n", (*STREAM, *MODEL)),
     ("depth_stream.py", "if self.cast is not None or output.dtype != self.newest.dtype:", "if output.dtype != self.newest.dtype:", STREAM),
     ("depth_stream.py", "cast = None if read_as == dtype else read_as", "cast = None", STREAM),
     ("depth_stream.py", 'raise TypeError(f"`{name}` works in place', 'print(f"`{name}` works in place', STREAM),
