@@ -89,7 +89,8 @@ def describe_probe(config: PreTrainedConfig) -> list[str]:
     layers = probe_layers(config)
     num_sites = sum(layer.num_writes for layer in layers) + 1
     described = [
-        f"{config.model_type}: {len(layers)} layers, {num_sites} sites. It can be a base, without a difference."
+        f"{config.model_type}: {len(layers)} layers, {num_sites} sites. It can be a base: with queries of zero the"
+        " AttnRes model computes the same."
     ]
     first = 0
     for (name, lines), group in itertools.groupby(layers, key=_what_it_does):

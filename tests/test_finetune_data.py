@@ -3,6 +3,7 @@
 """What fine-tuning makes of data: packed documents, the learned part of chats and completions, rows that are wrong."""
 
 import json
+import shutil
 
 import pytest
 import torch
@@ -136,6 +137,8 @@ def test_whether_documents_are_kept_apart_is_tried(tmp_path, capsys):
     assert f"Rows are not packed: {reason}." in capsys.readouterr().out
     apart = finetune(fields(tmp_path, tmp_path / "apart", max_steps=1, packing=False))
     assert result.losses == apart.losses
+    shutil.rmtree(tmp_path / "out/final")  # as if it had been killed, and is resumed
+    assert finetune(fields(tmp_path, tmp_path / "out", max_steps=1)).losses[-1] == apart.losses[-1]
 
 
 def test_keys_chosen_in_the_whole_row_are_not_packed():

@@ -111,7 +111,7 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
             raise ValueError(f"`packing: true` is not possible here: {reason}. Set `packing: false`.")
         if run.training.process_index == 0:
             print(f"Rows are not packed: {reason}.")
-        run = prepare({**config, "packing": False})
+        run = prepare(config, may_pack=False)
     arguments, training, output = run.arguments, run.training, Path(run.arguments.output_dir)
 
     output.mkdir(parents=True, exist_ok=True)
@@ -162,8 +162,11 @@ class Run:
     packed: bool
 
 
-def prepare(config: dict[str, Any]) -> Run:
+def prepare(config: dict[str, Any], may_pack: bool = True) -> Run:
     """Read and check everything but the weights.
+
+    Args:
+        may_pack: `False` if the model has turned out not to keep packed documents apart.
 
     Raises:
         ValueError: for fields, data or a model that do not fit.
@@ -176,7 +179,7 @@ def prepare(config: dict[str, Any]) -> Run:
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     reason = cannot_pack(model_config)
-    packed = reason is None if arguments.packing is None else arguments.packing
+    packed = may_pack and reason is None if arguments.packing is None else arguments.packing
     if arguments.packing is None and reason is not None and training.process_index == 0:
         print(f"Rows are not packed: {reason}.")
     with training.main_process_first(desc="reading the data"):
