@@ -298,8 +298,8 @@ def check_config(checkpoint: Checkpoint):
     if config.dtype is not None and not getattr(config.dtype, "is_floating_point", False):
         refuse("dtype", config.dtype, "one of float32, bfloat16, float16")
     depth = 1 + max((int(number) for number in LAYER_NUMBERS.findall("\n".join(checkpoint.weight_map))), default=-1)
-    # Fewer may be meant, as some carry layers that predict further tokens; and some count halves of layers
-    if config.num_hidden_layers > depth and num_layers_of(config) > depth:
+    # Fewer may be meant, as some carry layers that predict further tokens; and LongCat-Flash counts halves of layers
+    if config.num_hidden_layers > 2 * depth or config.num_hidden_layers > depth < num_layers_of(config):
         refuse("num_hidden_layers", config.num_hidden_layers, f"at most {depth}, the layers that the weights have")
     allowed = list(PIPELINE_TAGS)
     if not is_attnres(checkpoint):
