@@ -76,6 +76,8 @@ COMPANIONS = {
     "depth": PICTURES,  # the page and the JSON quote the text that was read
     "evaluation": ("table.md", "differences.png"),
 }
+# Configuration classes make a name for each, in memory
+MAX_LABELS = 1_000_000
 # Of the first request to the Hub, after which it is taken to be out of reach: the client itself tries six times
 HUB_TIMEOUT = 5
 # That of httpx or httpx2, whichever huggingface_hub stands on
@@ -186,6 +188,9 @@ def read_config_dict(source: str | Path, revision: str | None = None) -> dict:
     architectures = config_dict.get("architectures")
     if not isinstance(architectures, list | None) or not all(isinstance(name, str) for name in architectures or ()):
         raise ValueError(f'`architectures={architectures!r}` in `{path}` must be a list such as ["LlamaForCausalLM"].')
+    num_labels = config_dict.get("num_labels")
+    if isinstance(num_labels, int | float) and not num_labels <= MAX_LABELS:
+        raise ValueError(f"`num_labels={num_labels}` in `{path}` must be at most {MAX_LABELS:,}.")
     return config_dict
 
 
