@@ -65,7 +65,7 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path):
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "doge")
     (tmp_path / "file").write_text("")
     for args, message in (
-        (("--model", tmp_path / "doge"), "`base_model_type='doge'` is not supported: a DogeDecoderLayer does more"),
+        (("--model", tmp_path / "doge"), "`base_model_type='doge'` is not supported: its DogeDecoderLayer does more"),
         (("--model", tmp_path / "missing"), "missing"),
         (("--output", tmp_path / "file"), "is a file; name a folder"),
     ):
