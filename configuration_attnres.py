@@ -378,17 +378,16 @@ def _rename_architectures(architectures: list[str] | None, base_model_type: str,
     """`Qwen3ForCausalLM` <-> `AttnResForCausalLM`; names that are of neither kind stay."""
     from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-    base = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(base_model_type)
-    if base is None:  # it has been registered
-        base = MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)].__name__
-    causal_lms = {base: "AttnResForCausalLM"}
-    base = re.sub("ForCausalLM$|LMHeadModel$", "", base)
-    old, new = ("AttnRes", base) if to_base else (base, "AttnRes")
-    if to_base:
-        causal_lms = {ours: native for native, ours in causal_lms.items()}
     if architectures is None:
         return None
-    return [causal_lms.get(name) or re.sub(rf"^{old}(?=For|Model$)", new, name) for name in architectures]
+    causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(base_model_type)
+    if causal_lm is None:  # it has been registered
+        causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)].__name__
+    base = re.sub("ForCausalLM$|LMHeadModel$", "", causal_lm)
+    old, new, old_lm, new_lm = base, "AttnRes", causal_lm, "AttnResForCausalLM"
+    if to_base:
+        old, new, old_lm, new_lm = new, old, new_lm, old_lm
+    return [new_lm if name == old_lm else re.sub(rf"^{old}(?=For|Model$)", new, name) for name in architectures]
 
 
 def _per_layer(config: PreTrainedConfig) -> dict[str, Any]:

@@ -52,21 +52,45 @@ class ProbedLayer:
 
 
 @dataclass
-class LineRecorder(DepthRecorder):
-    """Looks on while the layers of a base read and write."""
+class Probe(DepthRecorder):
+    """Looks on while the layers of a base run, one after the other: what is done to the stream, and in which lines."""
 
     outputs: None = None
-    layers: list[ProbedLayer] = field(default_factory=list)
+    layers: list[nn.Module] = field(default_factory=list)  # those of the base
+    probed: list[ProbedLayer] = field(default_factory=list)  # those that have run
+    config: PreTrainedConfig | None = None
 
     def record(self, what: str):
-        probed, frame = self.layers[-1], sys._getframe(2)
+        probed, frame = self.probed[-1], sys._getframe(2)
         while frame is not None and frame.f_locals.get("self") is not probed.layer:
             frame = frame.f_back  # out of what the layer calls: a norm, operations on tensors
-        if frame is None:  # the final norm
+        if frame is None:  # between the layers, or behind them
             return
         line = Line(what, frame.f_code.co_filename, frame.f_lineno)
         if line not in probed.lines[-1:]:  # each operation of a norm reads
             probed.lines.append(line)
+
+    def enter(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+        """In front of a layer: the first one gets a stream, the others have to be given it."""
+        name, stream = type(layer).__name__, args[0] if args else kwargs["hidden_states"]
+        if len(self.probed) >= len(self.layers) or layer is not self.layers[len(self.probed)]:
+            raise RefusedBase(self.config, f"its {name} runs more than once, or not in the order of the layers")
+        if not self.probed:
+            stream = CountingStream(None, (stream,), block_size=sys.maxsize, recorder=self)
+        elif not isinstance(stream, DepthStream):
+            reason = "does more to the residual stream than to hand it on"
+            raise RefusedBase(self.config, f"its model {reason}, in front of layer {len(self.probed)}, a {name}")
+        self.probed.append(ProbedLayer(layer))
+        return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
+
+    def leave(self, layer: nn.Module, args: tuple, output):
+        """Behind a layer, which has to hand on the stream."""
+        probed = self.probed[-1]
+        reason = _reason_against_layer(probed, output, self.config)
+        if reason is not None:
+            raise RefusedBase(self.config, reason)
+        site = (output[0] if isinstance(output, tuple) else output).site
+        probed.num_writes = site - sum(earlier.num_writes for earlier in self.probed)
 
 
 class CountingStream(DepthStream):
@@ -108,25 +132,6 @@ def probe_layers(base_config: PreTrainedConfig) -> list[ProbedLayer]:
     Raises:
         ValueError: if a layer does not hand on the stream: the base does more to it than to add to it and to read it.
     """
-    recorder = LineRecorder()
-
-    def enter(layer, args, kwargs):
-        recorder.layers.append(ProbedLayer(layer))
-        stream = args[0] if args else kwargs["hidden_states"]
-        if len(recorder.layers) == 1:
-            stream = CountingStream(None, (stream,), block_size=sys.maxsize, recorder=recorder)
-        return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
-
-    def leave(layer, args, output):
-        if layer is not layers[min(len(recorder.layers), len(layers)) - 1]:
-            reason = f"its {type(layer).__name__} runs more than once, or not in the order of the layers"
-        else:
-            reason = _reason_against_layer(recorder.layers[-1], output, base_config)
-        if reason is not None:
-            raise RefusedBase(base_config, reason)
-        site = (output[0] if isinstance(output, tuple) else output).site
-        recorder.layers[-1].num_writes = site - sum(probed.num_writes for probed in recorder.layers)
-
     reason = _reason_against_config(base_config)
     if reason is not None:
         raise RefusedBase(base_config, reason)
@@ -140,10 +145,10 @@ def probe_layers(base_config: PreTrainedConfig) -> list[ProbedLayer]:
             model = MODEL_MAPPING[type(base_config)](base_config).eval()
             if hasattr(model, "encoder") and hasattr(model, "decoder"):
                 raise RefusedBase(base_config, "it has an encoder beside its decoder")
-            layers = decoder_layers(model)
-            for layer in layers:
-                layer.register_forward_pre_hook(enter, with_kwargs=True)
-                layer.register_forward_hook(leave)
+            probe = Probe(layers=list(decoder_layers(model)), config=base_config)
+            for layer in probe.layers:
+                layer.register_forward_pre_hook(probe.enter, with_kwargs=True)
+                layer.register_forward_hook(probe.leave)
             step = "a run of its model without weights failed"
             with FirstOfAll():
                 model(torch.zeros(1, 3, dtype=torch.long), use_cache=False)
@@ -152,10 +157,10 @@ def probe_layers(base_config: PreTrainedConfig) -> list[ProbedLayer]:
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         raise RefusedBase(base_config, f"{step} ({text})") from error
-    if len(recorder.layers) != len(layers):
-        reason = f"{len(recorder.layers)} of its {len(layers)} layers have run, one after the other"
+    if len(probe.probed) != len(probe.layers):
+        reason = f"{len(probe.probed)} of its {len(probe.layers)} layers have run, one after the other"
         raise RefusedBase(base_config, reason)
-    return recorder.layers
+    return probe.probed
 
 
 def _reason_against_config(base_config: PreTrainedConfig) -> str | None:

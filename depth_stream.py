@@ -46,6 +46,13 @@ class DepthRecorder:
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
     # By the site in front of it, `[batch, seq, hidden]`: what a sublayer has written; `None`: not kept
     outputs: dict[int, torch.Tensor] | None = field(default_factory=dict)
+    # `[batch, seq]` of the forward pass, set by the model
+    tokens: torch.Size | None = None
+
+    def by_token(self, tensor: torch.Tensor) -> torch.Tensor:
+        """`[batch, seq, n]`, of a tensor from a layer that may have flattened the tokens."""
+        is_flat = self.tokens is not None and tensor.shape[:-1] == (self.tokens.numel(),)
+        return tensor.reshape(*self.tokens, -1) if is_flat else tensor
 
 
 @dataclass(eq=False)  # a dataclass, as FSDP2 looks for tensors in these
@@ -96,7 +103,7 @@ class DepthStream:
             output = output.to(dtype)
             cast = None if read_as == dtype else read_as
         if self.recorder is not None and self.recorder.outputs is not None:
-            self.recorder.outputs[self.site] = output
+            self.recorder.outputs[self.site] = output  # itself, as somebody may want its gradient
         partial = output if self.partial is None else self.partial + output
         site = self.site + 1
         if site % self.block_size:
@@ -167,7 +174,7 @@ class DepthStream:
             scores.append(source_scores(query, self.partial, self.eps)[..., 0])
         weights = depth_weights(scores, masked)
         if self.recorder is not None:
-            self.recorder.weights[self.site] = weights
+            self.recorder.weights[self.site] = self.recorder.by_token(weights)
         return mix_and_norm(weights * len(scores) if self.sums else weights, self.sources, norm)
 
     def _scores_of_blocks(self) -> list[torch.Tensor]:

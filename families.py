@@ -12,6 +12,7 @@ from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrainedConfig
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
 from .depth_probe import ProbedLayer, probe_layers
 
@@ -67,10 +68,19 @@ def read_decoder_config(model: str, revision: str | None = None, trust_remote_co
         revision: branch, tag or commit of a Hub id.
         trust_remote_code: whether to run code that the model brings. Its classes are registered with the Auto classes
             of this process, so that `AttnResConfig.from_base_config` takes the config.
+
+    Raises:
+        ValueError: if its code is for a model type of transformers.
     """
     config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     auto_map = getattr(config, "auto_map", None) or {}
     if trust_remote_code and "AutoModelForCausalLM" in auto_map:
+        if config.model_type in CONFIG_MAPPING_NAMES:
+            raise ValueError(
+                f"The code of `{model}` calls its model type {config.model_type!r}, as transformers calls one of its"
+                " own. Give it another `model_type` in its code and in config.json, or leave out"
+                " `trust_remote_code` to look at transformers' model."
+            )
         AutoConfig.register(config.model_type, type(config), exist_ok=True)
         for auto_class in (AutoModel, AutoModelForCausalLM):
             if auto_class.__name__ in auto_map:

@@ -457,6 +457,8 @@ class AttnResModel(AttnResPreTrainedModel):
             sums=config.attn_res_scale_norm_eps,
             recorder=recorder,
         )
+        if recorder is not None:
+            recorder.tokens = blocks[0].shape[:-1]
         if torch.is_grad_enabled() or recorder is not None or get_backend() == "reference":
             return stream
         # A compiled graph plans its own memory

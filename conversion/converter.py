@@ -32,7 +32,12 @@ from ..configuration_attnres import AttnResConfig, check_base_model_type
 from ..configuration_attnres import _rename_architectures as rename_architectures
 from ..depth_probe import probe_sublayers
 from ..model_cards import CODE_FILES, PIPELINE_TAGS, code_files, inherited_metadata, write_model_card
-from ..modeling_attnres import REMOTE_CODE_AUTO_MAP
+from ..modeling_attnres import (
+    REMOTE_CODE_AUTO_MAP,
+    AttnResForQuestionAnswering,
+    AttnResForSequenceClassification,
+    AttnResForTokenClassification,
+)
 from .checkpoint import (
     QUERY_NAMES,
     REPORT_NAMES,
@@ -62,8 +67,12 @@ POSITIVE_FIELDS = (
     *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
     *("head_dim", "vocab_size", "max_position_embeddings", "num_experts_per_tok", "moe_intermediate_size"),
 )
+HEADS = {
+    head.__name__: head
+    for head in (AttnResForSequenceClassification, AttnResForTokenClassification, AttnResForQuestionAnswering)
+}
 # The first number in the name of a tensor
-LAYER_NUMBERS = re.compile(r"^\D*\.(\d+)\.", re.MULTILINE)
+LAYER_NUMBERS = re.compile(r"^.*?\.(\d+)\.", re.MULTILINE)
 
 
 @dataclass(frozen=True)
@@ -187,6 +196,7 @@ def convert(
         shape = (config.num_sites, config.hidden_size)
         query, key_norm = (checkpoint.prefix + name for name in QUERY_NAMES)
         added = {query: torch.zeros(shape), key_norm: torch.ones(shape)}
+    check_head(checkpoint, config)
     if self_contained:
         config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
     return write_checkpoint(
@@ -303,10 +313,30 @@ def check_config(checkpoint: Checkpoint):
         refuse("num_hidden_layers", config.num_hidden_layers, f"at most {depth}, the layers that the weights have")
     allowed = list(PIPELINE_TAGS)
     if not is_attnres(checkpoint):
-        check_base_model_type(config.model_type)
         allowed = rename_architectures(allowed, config.model_type, to_base=True)
     if config.architectures and config.architectures[0] not in allowed:
         refuse("architectures", config.architectures, f"one of {', '.join(allowed)}")
+
+
+def check_head(checkpoint: Checkpoint, config: AttnResConfig):
+    """Raise a `ValueError` if a checkpoint has another head than the AttnRes model for the same task."""
+    architecture = (config.architectures or [None])[0]
+    if architecture not in HEADS:
+        return
+    with torch.device("meta"):
+        model = HEADS[architecture](config)
+    trunk = {id(tensor) for tensor in model.base_model.state_dict(keep_vars=True).values()}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in trunk:
+            continue
+        found = checkpoint.tensors([name])[name].shape if name in checkpoint.weight_map else None
+        if found != tensor.shape:
+            is_there = "is not there" if found is None else f"has the shape {list(found)}"
+            raise ValueError(
+                f"The head of `{checkpoint.name}` is not that of an {architecture}, in which `{name}` has the shape"
+                f" {list(tensor.shape)}: here it {is_there}. Convert the model that it was trained from, and train a"
+                " head on that."
+            )
 
 
 def num_layers_of(config: PreTrainedConfig) -> int:

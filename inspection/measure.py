@@ -179,7 +179,7 @@ def _squares_of_reads(trunk: nn.Module, recorder: DepthRecorder) -> Iterator[dic
         stream = replace(args[0] if args else kwargs["hidden_states"], recorder=None)
         while stream.site < reached[0].site:
             read(stream)
-            stream = stream.write(recorder.outputs.pop(stream.site))
+            stream = stream.write(recorder.by_token(recorder.outputs.pop(stream.site)))
 
     handles = [layer.register_forward_hook(leave, with_kwargs=True) for layer in decoder_layers(trunk)]
     try:

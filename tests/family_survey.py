@@ -147,6 +147,7 @@ class Survey:
         with torch.no_grad():
             weights = model(self.input_ids, use_cache=False, output_depth_attentions=True).depth_attentions
         assert len(weights) == len(expected), f"{len(weights)} sites read, {len(expected)} by definition"
+        assert all(of_site.ndim > 2 for of_site in weights), "a layer's flat tokens are not those of the model"
         for actual, (_, of_site) in zip(weights, sorted(expected.items())):
             errors.append(relative(actual.flatten(0, -2), of_site.flatten(0, -2)))  # some layers flatten the tokens
         return max(errors)

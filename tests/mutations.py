@@ -65,8 +65,8 @@ MUTATIONS = [
     ("modeling_attnres.py", "eps=config.attn_res_norm_eps,", "eps=1e-6,", MODEL[1:]),
     ("modeling_attnres.py", "if block_size is not None and int(block_size) != self.block_size:", "if False:", ("tests/test_peft.py", "tests/test_finetune.py")),
     ("depth_probe.py", "if not isinstance(stream, DepthStream):", "if False:", ("tests/test_lost_stream.py", "tests/test_loading.py")),
-    ("depth_probe.py", "recorder.layers[-1].num_writes = site - sum(probed.num_writes for probed in recorder.layers)", "recorder.layers[-1].num_writes = 2", ("tests/test_probe.py",)),
-    ("depth_probe.py", "if layer is not layers[min(len(recorder.layers), len(layers)) - 1]:", "if False:", ("tests/test_probe.py",)),
+    ("depth_probe.py", "probed.num_writes = site - sum(earlier.num_writes for earlier in self.probed)", "probed.num_writes = 2", ("tests/test_probe.py",)),
+    ("depth_probe.py", "if len(self.probed) >= len(self.layers) or layer is not self.layers[len(self.probed)]:", "if False:", ("tests/test_probe.py",)),
     ("training/data.py", "if gradient[:, :first].count_nonzero() == 0:", "if True:", ("tests/test_finetune_data.py",)),
 ]  # fmt: skip
 

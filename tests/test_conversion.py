@@ -11,11 +11,19 @@ import time
 
 import pytest
 import torch
+from decoder_configs import decoder_config
 from rounding import UpToRounding
 from safetensors.torch import load_file, save_file
 from tiny_models import FAMILIES, randomize_queries, tiny_base_model
 from tiny_models import convert as convert_in_memory
-from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    AutoTokenizer,
+)
 from typer.testing import CliRunner
 
 from attnres import AttnResForCausalLM
@@ -189,11 +197,19 @@ def test_trained_from_scratch_is_not_its_base(tmp_path):
             operation(tmp_path / "scratch", tmp_path / "again")
 
 
+OTHER_HEADS = [
+    ("gpt2", AutoModelForTokenClassification),
+    ("falcon", AutoModelForTokenClassification),
+    ("opt", AutoModelForSequenceClassification),
+]
+
+
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("kind", ["trunk", "classifier"])
-def test_other_heads(kind, tmp_path):
-    base_model = tiny_base_model("qwen3")
+def test_other_heads(kind, model_type, tmp_path):
+    base_model = AutoModelForCausalLM.from_config(decoder_config(model_type)).eval()
     if kind == "trunk":
-        base_model.model.save_pretrained(tmp_path / "base")
+        base_model.base_model.save_pretrained(tmp_path / "base")
         auto_class = AutoModel
     else:
         base_model.save_pretrained(tmp_path / "causal")
@@ -209,6 +225,17 @@ def test_other_heads(kind, tmp_path):
         UpToRounding(lambda: base_model(ids)[0], model=base_model).check(model(ids)[0])
     revert(tmp_path / "attnres", tmp_path / "again")
     assert_same_tensors(tensors(tmp_path / "again"), tensors(tmp_path / "base"))
+
+
+@pytest.mark.parametrize("model_type, auto_class", OTHER_HEADS)
+def test_a_head_that_would_be_lost_is_refused(model_type, auto_class, tmp_path):
+    """Its tensors have another name or shape: it would load without them, and a trunk is all that is compared."""
+    auto_class.from_config(decoder_config(model_type)).save_pretrained(tmp_path / "base")
+    with pytest.raises(
+        ValueError, match="The head of `.*base` is not that of an AttnResFor.*, in which `score.weight`"
+    ):
+        convert(tmp_path / "base", tmp_path / "attnres")
+    assert [path.name for path in tmp_path.iterdir()] == ["base"]
 
 
 def test_tokenizer_without_a_class(base, tmp_path):

@@ -4,12 +4,21 @@
 Which there are, and their configs, is in `decoder_configs.py`; what is measured is in `family_survey.py`.
 """
 
+import json
 from pathlib import Path
 
 import pytest
-from decoder_configs import DECODERS, NOT_DECODERS
+from decoder_configs import DECODERS, NOT_DECODERS, decoder_config
 from family_survey import survey
+from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from attnres import AttnResConfig
+from attnres.conversion import convert
+from attnres.conversion.parity import read_sample
+from attnres.demo import train_tokenizer
+from attnres.inspection import inspect
+from attnres.training import finetune
 
 
 # Of different kinds: what they add at once, norms behind sublayers, positions, names of things, caches, states
@@ -53,3 +62,26 @@ def test_decoder(model_type):
     assert found["sublayers"] == [per_layer] * 4
     of_conversion = {"equal": True, "sublayers": 4 * per_layer, "same_weights": True, "changed_fields": []}
     assert found["conversion"] == of_conversion
+
+
+@pytest.mark.parametrize("model_type", ["opt", "mamba"])  # its layers flatten the tokens; it has one sublayer a layer
+def test_what_is_done_with_models(model_type, tmp_path):
+    """Converted, fine-tuned and inspected, with figures of every token."""
+    tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
+    config = decoder_config(model_type, vocab_size=len(tokenizer))
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "base")
+    tokenizer.save_pretrained(tmp_path / "base")
+    convert(tmp_path / "base", tmp_path / "attnres", block_size=3)
+    texts = 3 * read_sample().split("\n\n")
+    (tmp_path / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
+    fields = {"dataset": str(tmp_path / "text.jsonl"), "output_dir": str(tmp_path / "out"), "mode": "full"}
+    fields |= {"max_length": 32, "max_steps": 1, "query_learning_rate": 1e-3, "use_cpu": True, "report_to": "none"}
+    result = finetune({"model": str(tmp_path / "attnres"), **fields})
+    assert result.losses[-1] < result.losses[0] and result.history[0]["depth_entropy"] == pytest.approx(1)
+    (model,) = inspect([str(result.folder)], tmp_path / "page", max_tokens=100, gradients=True, ablation=True)[
+        "models"
+    ]
+    num_sites = sum(AttnResConfig.from_pretrained(result.folder).sublayers_per_layer()) + 1
+    assert len(model["sites"]) == num_sites and model["num_tokens"] == 100
+    weights = [site["weights"] for site in model["sites"]]
+    assert all(sum(of_site) == pytest.approx(1) for of_site in weights)

@@ -110,12 +110,16 @@ def test_evaluation_and_depth_figures_keep_documents_apart(folder, tmp_path, mon
     assert result.history[0]["depth_entropy"] == pytest.approx(1)  # queries of zero
 
 
-def test_hybrids_are_not_packed(tmp_path, capsys):
-    """Said in a line by default, an error where packing was asked for."""
+def write_model_and_text(family, tmp_path):
     tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
-    convert(tiny_base_model("qwen3_next", vocab_size=len(tokenizer)), 3).save_pretrained(tmp_path / "blocks-of-3")
+    convert(tiny_base_model(family, vocab_size=len(tokenizer)), 3).save_pretrained(tmp_path / "blocks-of-3")
     tokenizer.save_pretrained(tmp_path / "blocks-of-3")
     write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in read_sample().split("\n\n") * 2 if text.strip()])
+
+
+def test_hybrids_are_not_packed(tmp_path, capsys):
+    """Said in a line by default, an error where packing was asked for."""
+    write_model_and_text("qwen3_next", tmp_path)
     reason = "the layers of a qwen3_next that carry a state would carry it from one document to the next"
     with pytest.raises(ValueError, match=f"`packing: true` is not possible here: {reason}. Set `packing: false`."):
         finetune(fields(tmp_path, tmp_path / "out", packing=True))
@@ -125,10 +129,7 @@ def test_hybrids_are_not_packed(tmp_path, capsys):
 
 def test_whether_documents_are_kept_apart_is_tried(tmp_path, capsys):
     """Only the model shows it, once it is loaded. Rows are not packed then, and nothing is left of a refused run."""
-    tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
-    convert(tiny_base_model("gpt_oss", vocab_size=len(tokenizer)), 3).save_pretrained(tmp_path / "blocks-of-3")
-    tokenizer.save_pretrained(tmp_path / "blocks-of-3")
-    write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in read_sample().split("\n\n") * 2 if text.strip()])
+    write_model_and_text("gpt_oss", tmp_path)
     reason = "`gpt_oss` with `attn_implementation='eager'` does not keep documents that lie in one row apart"
     with pytest.raises(ValueError, match=f"`packing: true` is not possible here: {reason}. Set `packing: false`."):
         finetune(fields(tmp_path, tmp_path / "out", packing=True))
@@ -139,6 +140,32 @@ def test_whether_documents_are_kept_apart_is_tried(tmp_path, capsys):
     assert result.losses == apart.losses
     shutil.rmtree(tmp_path / "out/final")  # as if it had been killed, and is resumed
     assert finetune(fields(tmp_path, tmp_path / "out", max_steps=1)).losses[-1] == apart.losses[-1]
+
+
+LEAKS = {
+    "mean of the row": lambda h: h + 1e-6 * h.mean(1, keepdim=True),
+    "last token of the row in front": lambda h: h + torch.cat([torch.zeros_like(h[:, :1]), h[:, :-1]], 1),
+    "first token": lambda h: h * (1 + 1e-3 * h[:, :1]),
+    "sum so far": lambda h: h + h.cumsum(1),
+    "largest": lambda h: h + h.amax(1, keepdim=True),
+    "row as a batch norm": lambda h: h / h.std(1, keepdim=True),
+}
+
+
+@pytest.mark.parametrize("leak", [None, *LEAKS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_small_leak_is_seen(leak, dtype):
+    """In one sublayer of one layer. The trial leaves nothing behind: no gradient, no hook, no other mode."""
+    model = randomize_queries(convert(tiny_base_model("llama"), 3)).to(dtype).train()
+    if leak is not None:
+        model.model.layers[-1].self_attn.register_forward_hook(lambda m, args, out: (LEAKS[leak](out[0]), *out[1:]))
+    model.gradient_checkpointing_enable()
+    model.requires_grad_(False).lm_head.requires_grad_(True)  # frozen, as with an adapter
+    state, hooks = torch.get_rng_state(), list(model.get_input_embeddings()._forward_hooks)
+    assert (data.sees_other_documents(model) is None) == (leak is None)
+    assert torch.equal(state, torch.get_rng_state()) and all(module.training for module in model.modules())
+    assert list(model.get_input_embeddings()._forward_hooks) == hooks
+    assert all(parameter.grad is None for parameter in model.parameters())
 
 
 def test_keys_chosen_in_the_whole_row_are_not_packed():

@@ -12,10 +12,12 @@ from decoder_configs import DECODERS, NOT_DECODERS, decoder_config
 from families_page import PAGE, RECORD, page
 from family_survey import converted
 from literal_definition import literal_logits, relative
+from rounding import UpToRounding
 from tiny_models import tiny_base_config
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, __version__
 
 from attnres import AttnResConfig
+from attnres.conversion import convert, revert
 from attnres.depth_probe import probe_layers
 from attnres.families import describe_probe, read_decoder_config
 
@@ -88,51 +90,49 @@ class TinyForCausalLM(TinyPreTrainedModel, GenerationMixin):
         return CausalLMOutputWithPast(logits=self.lm_head(self.model(input_ids, **kwargs).last_hidden_state))
 """
 WRITE, LAYER_LOOP = "return hidden_states + output", "for layer in self.layers:"
-# What is put in the place of which line, by name
+# What is put in the place of one of these lines
 RIGHT = {
-    "as it is": (WRITE, WRITE),
-    "scaled stream": (WRITE, "return 0.5 * hidden_states + output"),
-    "detached branch": (WRITE, "return hidden_states + output.detach()"),
-    "cast stream": (WRITE, "return hidden_states.float() + output.double()"),
-    "in-place addition": (WRITE, "hidden_states += output\n        return hidden_states"),
-    "view": (WRITE, "return (hidden_states.view(-1, 16) + output.view(-1, 16)).view(output.shape)"),
-    "a chunk is read": (WRITE, "return hidden_states + output * hidden_states.chunk(2, -1)[0].mean(-1, keepdim=True)"),
-    "two additions": (WRITE, "return hidden_states + output + self.proj(self.norm(hidden_states + output))"),
+    "as it is": WRITE,
+    "scaled stream": "return 0.5 * hidden_states + output",
+    "detached branch": "return hidden_states + output.detach()",
+    "cast stream": "return hidden_states.float() + output.double()",
+    "in-place addition": "hidden_states += output\n        return hidden_states",
+    "view": "return (hidden_states.view(-1, 16) + output.view(-1, 16)).view(output.shape)",
+    "a chunk is read": "return hidden_states + output * hidden_states.chunk(2, -1)[0].mean(-1, keepdim=True)",
+    "two additions": "return hidden_states + output + self.proj(self.norm(hidden_states + output))",
 }
-# And what the reason has to say
 WRONG = {
-    "norm of the sum": (
-        WRITE,
-        "return self.norm(hidden_states + output)",
-        "`return self.norm(hidden_states + output)`",
-    ),
-    "stream scaled by feature": (WRITE, "return hidden_states * self.proj.bias + output", "self.proj.bias + output`"),
-    "detached stream": (WRITE, "return hidden_states.detach() + output", "hidden_states.detach() + output`"),
-    "two streams": (WRITE, "return hidden_states + output, output", "hands on two residual streams"),
-    "chunks": (
-        WRITE,
-        "return torch.cat([c + 1 for c in hidden_states.chunk(2, -1)], -1)",
-        "hidden_states.chunk(2, -1)",
-    ),
-    "in place by name": (WRITE, "return hidden_states.add_(output)", "has no attribute 'add_'"),
-    "reused layer": (LAYER_LOOP, "for layer in [*self.layers, self.layers[0]]:", "runs more than once"),
-    "skipped layer": (LAYER_LOOP, "for layer in self.layers[1:]:", "not in the order of the layers"),
-    "last layer skipped": (LAYER_LOOP, "for layer in self.layers[:-1]:", "2 of its 3 layers have run"),
-    "normed between layers": (
-        LAYER_LOOP,
-        f"{LAYER_LOOP}\n            hidden_states = self.norm(hidden_states)",
-        "add",
-    ),
+    "norm of the sum": "return self.norm(hidden_states + output)",
+    "stream scaled by feature": "return hidden_states * self.proj.bias + output",
+    "detached stream": "return hidden_states.detach() + output",
+    "chunks": "return torch.cat([chunk + 1 for chunk in hidden_states.chunk(2, -1)], -1)",
+    "two streams": "return hidden_states + output, output",
+    "in place by name": "return hidden_states.add_(output)",
+    "reused layer": "for layer in [*self.layers, self.layers[0]]:",
+    "skipped layer": "for layer in self.layers[1:]:",
+    "last layer skipped": "for layer in self.layers[:-1]:",
+    "normed between layers": "for layer in self.layers:\n            hidden_states = self.norm(hidden_states)",
+}
+# What the reason has to say, if it is not the line itself
+REASONS = {
+    "two streams": "its TinyLayer hands on two residual streams",
+    "in place by name": "has no attribute 'add_'",
+    "reused layer": "its TinyLayer runs more than once",
+    "skipped layer": "not in the order of the layers",
+    "last layer skipped": "2 of its 3 layers have run",
+    "normed between layers": "its model does more to the residual stream than to hand it on, in front of layer 1",
 }
 
 
-def write_base(folder: Path, name: str, old: str = WRITE, new: str = WRITE) -> Path:
+def write_base(tmp_path: Path, name: str, line: str = WRITE, model_type: str | None = None) -> Path:
     """A folder with a decoder of its own code, in which a line was put in the place of another."""
+    folder = tmp_path / name.replace(" ", "_")
     folder.mkdir()
-    model_type = f"tiny_{''.join(letter for letter in name if letter.isalpha())}"
+    model_type = model_type or f"tiny_{''.join(letter for letter in name if letter.isalpha())}"
+    old = LAYER_LOOP if line.startswith("for layer") else WRITE
     assert old in MODEL
     (folder / "configuration_tiny.py").write_text(CONFIG.replace("tiny_NAME", model_type))
-    (folder / "modeling_tiny.py").write_text(MODEL.replace(old, new))
+    (folder / "modeling_tiny.py").write_text(MODEL.replace(old, line))
     auto_map = {
         "AutoConfig": "configuration_tiny.TinyConfig",
         "AutoModel": "modeling_tiny.TinyModel",
@@ -153,8 +153,7 @@ def modules_cache(tmp_path, monkeypatch):
 @pytest.mark.parametrize("name", RIGHT)
 def test_own_code_that_adds_and_reads(name, tmp_path, modules_cache):
     """Exact, with queries of zero and with random ones."""
-    folder = write_base(tmp_path / name.replace(" ", "_"), name, *RIGHT[name])
-    config = read_decoder_config(str(folder), trust_remote_code=True)
+    config = read_decoder_config(str(write_base(tmp_path, name, RIGHT[name])), trust_remote_code=True)
     lines = describe_probe(config)
     per_layer = 2 if name == "two additions" else 1
     assert lines[0].startswith(f"{config.model_type}: 3 layers, {3 * per_layer + 1} sites.")
@@ -175,12 +174,35 @@ def test_own_code_that_adds_and_reads(name, tmp_path, modules_cache):
 
 @pytest.mark.parametrize("name", WRONG)
 def test_own_code_that_does_more(name, tmp_path, modules_cache):
-    old, new, reason = WRONG[name]
-    config = read_decoder_config(str(write_base(tmp_path / name.replace(" ", "_"), name, old, new)), None, True)
+    config = read_decoder_config(str(write_base(tmp_path, name, WRONG[name])), trust_remote_code=True)
+    reason = REASONS.get(name, f"`{WRONG[name]}`")
     for refuse in (describe_probe, AttnResConfig.from_base_config):
         with pytest.raises(ValueError, match="is not supported: ") as error:
             refuse(config)
         assert reason in str(error.value)
+
+
+def test_own_code_is_converted(tmp_path, modules_cache):
+    """Where its classes are registered, a folder without its code as well."""
+    config = read_decoder_config(str(write_base(tmp_path, "converted")), trust_remote_code=True)
+    native = AutoModelForCausalLM.from_config(config).eval()
+    native.save_pretrained(tmp_path / "base")
+    report = convert(tmp_path / "base", tmp_path / "attnres", block_size=2)
+    assert report.verification.equal and report.num_sublayers == 3
+    ids = torch.randint(50, (2, 7))
+    with torch.no_grad():
+        logits = AutoModelForCausalLM.from_pretrained(tmp_path / "attnres")(ids).logits
+        UpToRounding(lambda: native(ids).logits, model=native).check(logits)
+    revert(tmp_path / "attnres", tmp_path / "reverted")
+    assert type(AutoModelForCausalLM.from_pretrained(tmp_path / "reverted")) is type(native)
+
+
+def test_own_code_does_not_take_the_place_of_transformers(tmp_path, modules_cache):
+    folder = write_base(tmp_path, "llama", model_type="llama")
+    with pytest.raises(ValueError, match="calls its model type 'llama', as transformers calls one of its own"):
+        read_decoder_config(str(folder), trust_remote_code=True)
+    assert AutoConfig.for_model("llama").__class__ is LlamaConfig
+    assert read_decoder_config(str(folder)).__class__ is LlamaConfig
 
 
 def attnres(*args) -> subprocess.CompletedProcess:
@@ -198,7 +220,7 @@ def test_probe_command(tmp_path):
     number, _, code = lines[0].split(maxsplit=2)
     assert Path(file.strip()).read_text().splitlines()[int(number) - 1].strip() == code
 
-    folder = write_base(tmp_path / "own", "own")
+    folder = write_base(tmp_path, "own")
     refused = attnres("families", "--probe", folder)
     assert refused.returncode == 1 and "trust_remote_code=True" in refused.stderr
     assert not refused.stdout and "Traceback" not in refused.stderr
@@ -222,6 +244,11 @@ def test_record_and_page():
     recorded = json.loads(RECORD.read_text())
     assert PAGE.read_text() == page(recorded)
     assert {*recorded["supported"], *recorded["refused"], *recorded["others"]} == {*DECODERS, *NOT_DECODERS}
+    if recorded["transformers"] == __version__:
+        for name, reason in recorded["refused"].items():
+            with pytest.raises(ValueError, match="is not supported: ") as error:
+                probe_layers(decoder_config(name))
+            assert str(error.value).partition("is not supported: ")[2] == f"{reason}."
 
 
 @pytest.mark.parametrize("model_type", ["llama", "longcat_flash"])  # the second chooses experts by their numbers
