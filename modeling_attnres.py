@@ -126,7 +126,10 @@ def of_both(ours: type, base: type, base_model_type: str | None = None) -> type:
     """
     is_reader = ours is DepthReader
     name = f"{base.__name__}OverDepth" if is_reader else ours.__name__
-    members = {"__module__": (base if is_reader else ours).__module__, "__qualname__": f"{name}[{base.__name__}]"}
+    members = {
+        "__module__": (base if is_reader else ours).__module__,
+        "__qualname__": f"{name}[{base.__name__ if is_reader else base_model_type}]",
+    }
     if not is_reader:
         members |= {**ours.members_of_base(base), "base_model_type": base_model_type}
     members["__reduce_ex__"] = lambda self, protocol: (_new_of_both, (ours, base, base_model_type), self.__dict__)
@@ -136,6 +139,14 @@ def of_both(ours: type, base: type, base_model_type: str | None = None) -> type:
 def _new_of_both(ours: type, base: type, base_model_type: str | None):
     cls = of_both(ours, base, base_model_type)
     return cls.__new__(cls)
+
+
+def __getattr__(name: str) -> type:
+    """A class of both by its name, `AttnResForCausalLM[llama]`: so pickle finds it in another process."""
+    ours, _, base_model_type = name.removesuffix("]").partition("[")
+    if ours not in __all__ or not base_model_type:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return of_both(globals()[ours], globals()[ours].class_of_base(base_model_type), base_model_type)
 
 
 class _BaseConversions(list):
@@ -175,13 +186,13 @@ class AttnResPreTrainedModel(PreTrainedModel):
             return super().__new__(cls)
         if not isinstance(getattr(config, "base_model_type", None), str):
             raise TypeError(f"`{cls.__name__}` needs an `AttnResConfig`, not {config!r}.")
-        cls = of_both(cls, cls.class_of_base(config), config.base_model_type)
+        cls = of_both(cls, cls.class_of_base(config.base_model_type), config.base_model_type)
         return cls.__new__(cls)
 
     @classmethod
-    def class_of_base(cls, config: AttnResConfig) -> type[PreTrainedModel]:
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
         """The class of the base with its flags, plans, recorders and initialisation."""
-        classes = MODEL_MAPPING[base_config_class(config.base_model_type)].__mro__
+        classes = MODEL_MAPPING[base_config_class(base_model_type)].__mro__
         return [base for base in classes if issubclass(base, PreTrainedModel) and base is not PreTrainedModel][-1]
 
     @classmethod
@@ -373,8 +384,8 @@ class AttnResModel(AttnResPreTrainedModel):
         raise NotImplementedError("`_with_depth_attentions` puts the base's forward in its place.")
 
     @classmethod
-    def class_of_base(cls, config: AttnResConfig) -> type[PreTrainedModel]:
-        return MODEL_MAPPING[base_config_class(config.base_model_type)]
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        return MODEL_MAPPING[base_config_class(base_model_type)]
 
     def read_over_depth(self):
         """Prepare the modules of the base: from now on the layers have to be given a stream, and hand one on."""
@@ -515,8 +526,8 @@ class AttnResForCausalLM(AttnResPreTrainedModel, AttnResGenerationMixin):
     forward = AttnResModel.forward
 
     @classmethod
-    def class_of_base(cls, config: AttnResConfig) -> type[PreTrainedModel]:
-        return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(config.base_model_type)]
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
 
 
 # The generic heads make their model through `AutoModel`, which knows nothing of code from a Hub repository

@@ -172,6 +172,8 @@ def test_copies_are_models_of_their_own(how, input_ids):
         model.gradient_checkpointing_enable()
         copied = copy.deepcopy(model)
     elif how == "pickle":
+        # The class as well: what starts processes may be given it by itself
+        assert pickle.loads(pickle.dumps(type(model))) is type(model)
         copied = pickle.loads(pickle.dumps(model))
     else:
         file = io.BytesIO()

@@ -34,10 +34,9 @@ from attnres.modeling_attnres import of_both
 
 BASE = os.environ.get("BASE", "llama")
 BLOCK_SIZE = int(os.environ.get("BLOCK_SIZE", "2"))
-CONFIG = attnres.AttnResConfig(base_model_type=BASE)
 # Of the base, as an object is: the tests look at what a class says of itself
 MODEL_CLASSES = {
-    kind: of_both(cls, cls.class_of_base(CONFIG), BASE)
+    kind: of_both(cls, cls.class_of_base(BASE), BASE)
     for kind, cls in {
         "base_model_class": attnres.AttnResModel,
         "causal_lm_class": attnres.AttnResForCausalLM,
