@@ -44,7 +44,8 @@ test-transformers-mixins: $(VENV)/installed-suite $(VENV)/transformers
 
 test-5.19: $(VENV)-5.19/installed
 	$(VENV)-5.19/bin/python -m pytest -n 2 -p no:cacheprovider tests/test_conversion.py \
-		tests/test_families.py tests/test_generation.py tests/test_interchange.py tests/test_loading.py tests/test_readme.py
+		tests/test_families.py tests/test_generation.py tests/test_interchange.py tests/test_loading.py \
+		tests/test_multimodal.py tests/test_readme.py
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

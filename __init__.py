@@ -27,10 +27,12 @@ __version__ = "0.1.0"
 _PUBLIC_NAMES = {
     "AttnResConfig": ".configuration_attnres",
     "AttnResForCausalLM": ".modeling_attnres",
+    "AttnResForConditionalGeneration": ".multimodal_attnres",
     "AttnResForQuestionAnswering": ".modeling_attnres",
     "AttnResForSequenceClassification": ".modeling_attnres",
     "AttnResForTokenClassification": ".modeling_attnres",
     "AttnResModel": ".modeling_attnres",
+    "AttnResMultimodalConfig": ".multimodal_attnres",
     "AttnResPreTrainedModel": ".modeling_attnres",
     "BlockCache": ".depth_attention",
     "DepthRecorder": ".depth_stream",
@@ -52,22 +54,29 @@ def __dir__() -> list[str]:
 
 
 def _register_config(auto_module):
-    auto_module.CONFIG_MAPPING_NAMES["attnres"] = "AttnResConfig"
-    auto_module.CONFIG_MAPPING._modules.setdefault("attnres", sys.modules[__name__])
+    for model_type, class_name in {
+        "attnres": "AttnResConfig",
+        "attnres_multimodal": "AttnResMultimodalConfig",
+    }.items():
+        auto_module.CONFIG_MAPPING_NAMES[model_type] = class_name
+        auto_module.CONFIG_MAPPING._modules.setdefault(model_type, sys.modules[__name__])
 
 
 def _register_models(auto_module):
-    for task, class_name in {
-        "": "AttnResModel",
-        "_FOR_CAUSAL_LM": "AttnResForCausalLM",
-        "_FOR_QUESTION_ANSWERING": "AttnResForQuestionAnswering",
-        "_FOR_SEQUENCE_CLASSIFICATION": "AttnResForSequenceClassification",
-        "_FOR_TOKEN_CLASSIFICATION": "AttnResForTokenClassification",
-    }.items():
+    for task, model_type, class_name in (
+        ("", "attnres", "AttnResModel"),
+        ("_FOR_CAUSAL_LM", "attnres", "AttnResForCausalLM"),
+        ("_FOR_CAUSAL_LM", "attnres_multimodal", "AttnResForConditionalGeneration"),
+        ("_FOR_IMAGE_TEXT_TO_TEXT", "attnres_multimodal", "AttnResForConditionalGeneration"),
+        ("_FOR_MULTIMODAL_LM", "attnres_multimodal", "AttnResForConditionalGeneration"),
+        ("_FOR_QUESTION_ANSWERING", "attnres", "AttnResForQuestionAnswering"),
+        ("_FOR_SEQUENCE_CLASSIFICATION", "attnres", "AttnResForSequenceClassification"),
+        ("_FOR_TOKEN_CLASSIFICATION", "attnres", "AttnResForTokenClassification"),
+    ):
         mapping = getattr(auto_module, f"MODEL{task}_MAPPING")
-        mapping._model_mapping["attnres"] = class_name
-        mapping._reverse_config_mapping["AttnResConfig"] = "attnres"
-        mapping._modules.setdefault("attnres", sys.modules[__name__])
+        mapping._model_mapping[model_type] = class_name
+        mapping._reverse_config_mapping.update(AttnResConfig="attnres", AttnResMultimodalConfig="attnres_multimodal")
+        mapping._modules.setdefault(model_type, sys.modules[__name__])
 
 
 def _register_with_peft(tuners_utils):
@@ -76,7 +85,7 @@ def _register_with_peft(tuners_utils):
 
     def get_base_model_config(model):
         config = get_model_config(model)
-        if isinstance(config, dict) and config.get("model_type") == "attnres":
+        if isinstance(config, dict) and config.get("model_type") in ("attnres", "attnres_multimodal"):
             config = {**config, "model_type": config["base_model_type"]}
         return config
 

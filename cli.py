@@ -188,6 +188,8 @@ def convert(
     show(report, destination)
     if (destination / "modeling_attnres.py").exists():
         hint = "The model code is in the folder: programs without attnres, such as vLLM, need --trust-remote-code."
+    elif report.model_type == "attnres_multimodal":
+        hint = "`import attnres` before loading it, with `AutoModelForImageTextToText`."
     else:
         hint = "`import attnres` before loading it. For programs that do not, such as vLLM: convert --self-contained."
     console.print(hint, highlight=False, soft_wrap=True)

@@ -19,7 +19,7 @@ from transformers.utils import auto_docstring
 
 # Decoders that a probe would not refuse, and why they are
 EXCEPTIONS = dict.fromkeys(
-    ("attnres", "inkling2", "inkling2_text"), "it is an attention-residual architecture already"
+    ("attnres", "attnres_multimodal", "inkling2", "inkling2_text"), "it is an attention-residual architecture already"
 )
 
 # Class attributes of a base config that transformers looks up on the config: ours belong to an instance

@@ -52,7 +52,7 @@ def plan_push(folder: str | Path, repo_id: str) -> Push:
     if not Path(folder).is_dir():
         raise OSError(f"There is no folder `{folder}`.")
     checkpoint = open_checkpoint(folder)
-    if not isinstance(checkpoint.config, AttnResConfig):
+    if not isinstance(checkpoint.text_config, AttnResConfig):
         raise ValueError(
             f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one:"
             f" `attnres convert` makes one, `hf upload {repo_id} {folder}` uploads it as it is."
@@ -61,12 +61,11 @@ def plan_push(folder: str | Path, repo_id: str) -> Push:
     if (checkpoint.folder / INDEX_NAME).exists():
         own.add(INDEX_NAME)
     refuse_links_out(checkpoint, sorted(own | COMPANIONS.keys()))
-    config = {**checkpoint.config_dict, "auto_map": REMOTE_CODE_AUTO_MAP}
-    files = {name: checkpoint.folder / name for name in sorted(own)} | {
-        "config.json": json.dumps(config, indent=2).encode() + b"\n",
-        "README.md": str(card_for(checkpoint, repo_id)).encode(),
-        **code_files(),
-    }
+    files = {name: checkpoint.folder / name for name in sorted(own)}
+    files["README.md"] = str(card_for(checkpoint, repo_id)).encode()
+    if not checkpoint.is_multimodal:  # of which only the language model has code here
+        config = {**checkpoint.config_dict, "auto_map": REMOTE_CODE_AUTO_MAP}
+        files |= {"config.json": json.dumps(config, indent=2).encode() + b"\n", **code_files()}
     return Push(checkpoint.title, files, checkpoint.left_behind)
 
 

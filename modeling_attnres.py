@@ -166,7 +166,8 @@ class _BaseConversions(list):
         return None
 
 
-conversion_mapping.register_checkpoint_conversion_mapping("attnres", _BaseConversions(), overwrite=True)
+for model_type in ("attnres", "attnres_multimodal"):
+    conversion_mapping.register_checkpoint_conversion_mapping(model_type, _BaseConversions(), overwrite=True)
 
 
 # Documented by its base, as those below. trf-ignore: TRF057
@@ -204,7 +205,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
         }
         members |= {
             "base_class": base,
-            "config_class": AttnResConfig,
+            "config_class": cls.config_class,
             "_no_split_modules": [*(base._no_split_modules or []), "AttnResDepthQueries"],
             "_keep_in_fp32_modules_strict": [*(base._keep_in_fp32_modules_strict or []), "depth_queries"],
             # Found in the source of the module around a class, which has to be the base's
@@ -216,14 +217,19 @@ class AttnResPreTrainedModel(PreTrainedModel):
         return members
 
     def post_init(self):
-        trunk = self.base_model
+        trunk = self.trunk
         if not isinstance(trunk, AttnResModel):
-            trunk.__class__ = of_both(AttnResModel, type(trunk), self.config.base_model_type)
+            trunk.__class__ = of_both(AttnResModel, type(trunk), trunk.config.base_model_type)
             dict.setdefault(_CAN_RECORD_REGISTRY, str(type(trunk)), type(trunk)._can_record_outputs)
         if not hasattr(trunk, "depth_queries"):
-            trunk.depth_queries = AttnResDepthQueries(self.config)
+            trunk.depth_queries = AttnResDepthQueries(trunk.config)
             trunk.read_over_depth()
         super().post_init()
+
+    @property
+    def trunk(self) -> PreTrainedModel:
+        """The decoder that reads over depth."""
+        return self.base_model
 
     @property
     def base_model(self) -> PreTrainedModel:
@@ -325,8 +331,8 @@ def _with_depth_attentions(base_forward: Callable) -> Callable:
     @functools.wraps(base_forward)  # Trainer and `generate` look at the names of the arguments
     def forward(self, *args, output_depth_attentions: bool | None = None, depth_recorder=None, **kwargs):
         outer = getattr(_HANDED, "value", None)
-        if outer is not None and outer[0] is self.base_model:  # called by the model with a head: it has seen to all
-            return base_forward(self, *args, **kwargs)
+        if outer is not None and outer[0] is self.trunk:  # called by the model with a head: it has seen to all
+            return _with_tensors(base_forward(self, *args, **kwargs))
         if output_depth_attentions is None:
             output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
         if output_depth_attentions and depth_recorder is None:
@@ -338,7 +344,7 @@ def _with_depth_attentions(base_forward: Callable) -> Callable:
             return_dict = kwargs.pop("return_dict", None)
             return_dict = self.config.return_dict if return_dict is None else return_dict
             kwargs["return_dict"] = True
-        _HANDED.value = self.base_model, depth_recorder, stream
+        _HANDED.value = self.trunk, depth_recorder, stream
         try:
             outputs = _with_tensors(base_forward(self, *args, **kwargs))
         finally:

@@ -40,8 +40,18 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import get_session, tqdm
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from transformers import AutoConfig, AutoTokenizer, PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from ..configuration_attnres import base_config_class
 
@@ -62,7 +72,8 @@ COMPANIONS = {
         *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
         *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json"),
         *("tokenizer.model.v*", "chat_template.jinja", "chat_template.json", "params.json", "configuration.json"),
-        *("preprocessor_config.json", "processor_config.json", "recipe.yaml", "quant*_config.json"),
+        *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+        *("recipe.yaml", "quant*_config.json"),
         *("hf_quant_config.json", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
         *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "generation_*.py", "depth_*.py"),
         *("README*.md", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*", "CITATION*", *REPORT_NAMES),
@@ -115,23 +126,58 @@ class Checkpoint:
     def shards(self) -> list[str]:
         return sorted(set(self.weight_map.values()))
 
+    @property
+    def text_config(self) -> PreTrainedConfig:
+        """That of the decoder: of a multimodal model that of its language model, else the config itself."""
+        return self.config.text_config if self.is_multimodal else self.config
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether its decoder is the language model within another model."""
+        return "text_config" in type(self.config).sub_configs
+
     @functools.cached_property
-    def causal_lm_class(self) -> type[PreTrainedModel]:
-        """The base's causal language model."""
+    def lm_class(self) -> type[PreTrainedModel]:
+        """The base's model with a language-modelling head: its causal language model, or multimodal model."""
         base_model_type = getattr(self.config, "base_model_type", self.config.model_type)
+        if self.is_multimodal:
+            return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[base_model_type]]
         return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
+
+    @property
+    def auto_class(self) -> type:
+        """What loads it with its head, or the trunk alone where that is not one of a language model."""
+        if self.is_multimodal:
+            return AutoModelForImageTextToText
+        return AutoModelForCausalLM if self.has_lm_head else AutoModel
 
     @functools.cached_property
     def prefix(self) -> str:
-        """Of the names of the trunk's tensors: empty where a checkpoint holds the trunk alone."""
+        """Of the names of the decoder's tensors: empty where a checkpoint holds the decoder alone."""
+        if self.is_multimodal:
+            return self._prefix_of_language_model()
         # What a class says of its prefix is not always so, and then it is the usual one
-        prefixes = (f"{self.causal_lm_class.base_model_prefix}.", "model.")
+        prefixes = (f"{self.lm_class.base_model_prefix}.", "model.")
         return next((p for p in prefixes if any(name.startswith(p) for name in self.weight_map)), "")
+
+    def _prefix_of_language_model(self) -> str:
+        """Found by its embedding, as files may have other names than the model that is loaded from them."""
+        with torch.device("meta"):
+            decoder = AutoModel.from_config(self.text_config)
+        embedding = decoder.get_input_embeddings().weight
+        name = next(name for name, parameter in decoder.named_parameters() if parameter is embedding)
+        prefixes = [found.removesuffix(name) for found in self.weight_map if found.endswith(f".{name}")]
+        if len(prefixes) != 1:
+            raise ValueError(
+                f"`{self.name}` has {len(prefixes)} tensors named `...{name}`, the embedding of its language model,"
+                " where there should be one."
+            )
+        return prefixes[0]
 
     @property
     def has_lm_head(self) -> bool:
-        """Whether it is a causal LM's; of other checkpoints the trunk is looked at."""
-        names = self.causal_lm_class.__name__, "AttnResForCausalLM"
+        """Whether it is a language model's; of other checkpoints the trunk is looked at."""
+        names = self.lm_class.__name__, "AttnResForCausalLM", "AttnResForConditionalGeneration"
         architectures = self.config_dict.get("architectures") or names  # a list, see `read_config_dict`
         return bool(self.prefix) and architectures[0] in names
 

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoModel, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig
+from transformers import AutoProcessor, AutoTokenizer, PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from .. import __version__
@@ -38,6 +38,8 @@ from ..modeling_attnres import (
     AttnResForSequenceClassification,
     AttnResForTokenClassification,
 )
+from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig
+from ..multimodal_attnres import config_class_of as multimodal_config_class
 from .checkpoint import (
     QUERY_NAMES,
     REPORT_NAMES,
@@ -71,6 +73,8 @@ HEADS = {
     head.__name__: head
     for head in (AttnResForSequenceClassification, AttnResForTokenClassification, AttnResForQuestionAnswering)
 }
+MULTIMODAL_NAME = AttnResForConditionalGeneration.__name__
+MODEL_TYPES = AttnResConfig.model_type, AttnResMultimodalConfig.model_type
 # The first number in the name of a tensor
 LAYER_NUMBERS = re.compile(r"^.*?\.(\d+)\.", re.MULTILINE)
 
@@ -170,35 +174,40 @@ def convert(
     if block_size is None and num_blocks is None:
         num_blocks = 8
     path = check_destination(destination, source)
-    model_type = read_config_dict(source, revision)["model_type"]
-    if model_type != AttnResConfig.model_type:
-        check_base_model_type(model_type)
+    check_type(read_config_dict(source, revision))
     checkpoint = open_checkpoint(source, revision)
+    if checkpoint.is_multimodal and self_contained:
+        raise ValueError(
+            f"`{source}` cannot be self-contained: its language model is made by the code of its base, which knows no"
+            " code from a folder. Without, it loads where `attnres` is installed and imported."
+        )
     refuse_other_naming(checkpoint)
     check_config(checkpoint)
     check_tensors(checkpoint)
 
-    if model_type == AttnResConfig.model_type:
+    config_class = AttnResMultimodalConfig if checkpoint.is_multimodal else AttnResConfig
+    if is_attnres(checkpoint):
         operation = "Change of blocks"
         refuse_trained_queries(checkpoint, "its block size cannot change without changing what it computes")
         refuse_unscaled_eps(checkpoint, "another block size would change what it computes")
         partition = AttnResConfig.from_base_config(
-            checkpoint.config.to_base_config(), block_size=block_size, num_blocks=num_blocks
+            checkpoint.text_config.to_base_config(), block_size=block_size, num_blocks=num_blocks
         )
         config = copy.deepcopy(checkpoint.config)
-        config.attn_res_block_size = partition.attn_res_block_size
+        depth_config(config).attn_res_block_size = partition.attn_res_block_size
         added = {}
     else:
         operation = "Conversion"
-        config = AttnResConfig.from_base_config(
+        config = config_class.from_base_config(
             checkpoint.config, block_size=block_size, num_blocks=num_blocks, attn_res_scale_norm_eps=True
         )
-        shape = (config.num_sites, config.hidden_size)
+        shape = (depth_config(config).num_sites, depth_config(config).hidden_size)
         query, key_norm = (checkpoint.prefix + name for name in QUERY_NAMES)
         added = {query: torch.zeros(shape), key_norm: torch.ones(shape)}
     check_head(checkpoint, config)
     if self_contained:
         config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+    notes = ["compared on text; what reads images or sound is the base's, byte for byte"]
     return write_checkpoint(
         operation,
         checkpoint,
@@ -209,7 +218,25 @@ def convert(
         verify=verify,
         verify_text=verify_text,
         device=device,
+        notes=notes if checkpoint.is_multimodal else [],
     )
+
+
+def check_type(config_dict: dict):
+    """Raise a `ValueError` if no checkpoint of this type can be converted."""
+    model_type = config_dict["model_type"]
+    if model_type in MODEL_TYPES:
+        return
+    if isinstance(config_dict.get("text_config"), dict):
+        multimodal_config_class(model_type)
+    else:
+        check_base_model_type(model_type)
+
+
+def depth_config(config: PreTrainedConfig) -> AttnResConfig | None:
+    """The config of the decoder that reads over depth, `None` if there is none."""
+    config = getattr(config, "text_config", config)
+    return config if isinstance(config, AttnResConfig) else None
 
 
 def revert(
@@ -230,7 +257,7 @@ def revert(
     """
     path = check_destination(destination, source)
     model_type = read_config_dict(source, revision)["model_type"]
-    if model_type != AttnResConfig.model_type:
+    if model_type not in MODEL_TYPES:
         raise ValueError(f"`{source}` is a `{model_type}` checkpoint, not an AttnRes one; there is nothing to revert.")
     checkpoint = open_checkpoint(source, revision)
     check_config(checkpoint)
@@ -270,7 +297,7 @@ def refuse_trained_queries(checkpoint: Checkpoint, consequence: str):
 
 def refuse_unscaled_eps(checkpoint: Checkpoint, consequence: str):
     """Raise a `ValueError` if the checkpoint was not converted but trained from scratch."""
-    if not checkpoint.config.attn_res_scale_norm_eps:
+    if not checkpoint.text_config.attn_res_scale_norm_eps:
         raise ValueError(
             f"`{checkpoint.name}` has `attn_res_scale_norm_eps=False`, as models trained from scratch do:"
             f" {consequence}."
@@ -288,7 +315,7 @@ def refuse_other_naming(checkpoint: Checkpoint):
 
 def check_config(checkpoint: Checkpoint):
     """Raise a `ValueError` for values that configuration classes let through and no model can have."""
-    config, name = checkpoint.config, checkpoint.name
+    config, name = checkpoint.text_config, checkpoint.name
 
     def refuse(field: str, value: Any, allowed: str):
         raise ValueError(f"config.json of `{name}` is not valid: `{field}={value!r}` must be {allowed}.")
@@ -305,17 +332,23 @@ def check_config(checkpoint: Checkpoint):
         value = getattr(config, field, None)
         if value is not None and value not in ACT2FN:
             refuse(field, value, f"one of {', '.join(ACT2FN)}")
-    if config.dtype is not None and not getattr(config.dtype, "is_floating_point", False):
-        refuse("dtype", config.dtype, "one of float32, bfloat16, float16")
-    depth = 1 + max((int(number) for number in LAYER_NUMBERS.findall("\n".join(checkpoint.weight_map))), default=-1)
+    dtype = checkpoint.config.dtype
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        refuse("dtype", dtype, "one of float32, bfloat16, float16")
+    names = [name for name in checkpoint.weight_map if name.startswith(checkpoint.prefix)]
+    depth = 1 + max((int(number) for number in LAYER_NUMBERS.findall("\n".join(names))), default=-1)
     # Fewer may be meant, as some carry layers that predict further tokens; and LongCat-Flash counts halves of layers
     if config.num_hidden_layers > 2 * depth or config.num_hidden_layers > depth < num_layers_of(config):
         refuse("num_hidden_layers", config.num_hidden_layers, f"at most {depth}, the layers that the weights have")
-    allowed = list(PIPELINE_TAGS)
-    if not is_attnres(checkpoint):
-        allowed = rename_architectures(allowed, config.model_type, to_base=True)
-    if config.architectures and config.architectures[0] not in allowed:
-        refuse("architectures", config.architectures, f"one of {', '.join(allowed)}")
+    if checkpoint.is_multimodal:
+        allowed = [MULTIMODAL_NAME if is_attnres(checkpoint) else checkpoint.lm_class.__name__]
+    else:
+        allowed = [name for name in PIPELINE_TAGS if name != MULTIMODAL_NAME]
+        if not is_attnres(checkpoint):
+            allowed = rename_architectures(allowed, config.model_type, to_base=True)
+    architectures = checkpoint.config.architectures
+    if architectures and architectures[0] not in allowed:
+        refuse("architectures", architectures, f"one of {', '.join(allowed)}")
 
 
 def check_head(checkpoint: Checkpoint, config: AttnResConfig):
@@ -345,11 +378,10 @@ def num_layers_of(config: PreTrainedConfig) -> int:
 
 def check_tensors(checkpoint: Checkpoint):
     """Raise a `ValueError` unless every tensor that the architecture needs is there, in its shape; reads none."""
-    auto_class = AutoModelForCausalLM if checkpoint.has_lm_head else AutoModel
     message = None
     with quiet_loading() as messages:
         try:
-            _, info = auto_class.from_pretrained(
+            _, info = checkpoint.auto_class.from_pretrained(
                 checkpoint.folder, device_map="meta", output_loading_info=True, trust_remote_code=False
             )
         except (RuntimeError, ValueError) as error:
@@ -419,7 +451,7 @@ def write_checkpoint(
                 (folder / name).write_bytes(content)
         write_weights(source, folder, add=add, rename=rename, link=link)
         if not isinstance(config, dict):
-            notes = [*notes, *keep_tokenizer(source, folder)]
+            notes = [*notes, *keep_tokenizer(source, folder), *keep_processor(source, folder)]
             written = replace(open_checkpoint(folder), name=str(path))
             check_tensors(written)
         seconds = time.perf_counter() - start
@@ -434,7 +466,7 @@ def write_checkpoint(
                     + verification.to_markdown()
                 )
         config_dict = config if isinstance(config, dict) else config.to_dict()
-        of_depth = config if isinstance(config, AttnResConfig) else source.config
+        of_depth = None if isinstance(config, dict) else depth_config(config)
         report = ConversionReport(
             operation=operation,
             source=source.title,
@@ -442,8 +474,8 @@ def write_checkpoint(
             destination=path.name,
             model_type=config_dict["model_type"],
             base_model_type=config_dict.get("base_model_type"),
-            num_sublayers=of_depth.num_sites - 1,
-            block_size=config.attn_res_block_size if isinstance(config, AttnResConfig) else None,
+            num_sublayers=(of_depth or depth_config(source.config)).num_sites - 1,
+            block_size=None if of_depth is None else of_depth.attn_res_block_size,
             tensors_added={name: list(tensor.shape) for name, tensor in add.items()},
             tensors_dropped=sorted(name for name in source.weight_map if rename(name) is None),
             left_behind=list(source.left_behind),
@@ -459,7 +491,7 @@ def write_checkpoint(
         )
         (folder / REPORT_NAMES[0]).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
         (folder / REPORT_NAMES[1]).write_text(report.to_markdown(), encoding="utf-8")
-        if isinstance(config, AttnResConfig):
+        if of_depth is not None:
             base_model = source.commit and source.name
             inherited = inherited_metadata(folder / BASE_CARD_NAME, None if is_attnres(source) else base_model)
             write_model_card(folder, base_metadata=inherited, repo_id=path.name)
@@ -467,7 +499,7 @@ def write_checkpoint(
 
 
 def is_attnres(checkpoint: Checkpoint) -> bool:
-    return checkpoint.config_dict["model_type"] == AttnResConfig.model_type
+    return checkpoint.config_dict["model_type"] in MODEL_TYPES
 
 
 def cards_to_keep(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[str, str | None]:
@@ -478,7 +510,7 @@ def cards_to_keep(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[s
     """
     maps = (name for name in source.companions if name.startswith("depth/") and is_attnres(source))
     names: dict[str, str | None] = dict.fromkeys(("README.md", BASE_CARD_NAME, *REPORT_NAMES, *maps))
-    if isinstance(config, AttnResConfig):
+    if not isinstance(config, dict) and depth_config(config) is not None:
         if not is_attnres(source):
             return names | {"README.md": BASE_CARD_NAME}
         return names | {"README.md": "README.md", BASE_CARD_NAME: BASE_CARD_NAME}
@@ -507,3 +539,25 @@ def keep_tokenizer(source: Checkpoint, folder: Path) -> list[str]:
         if AutoTokenizer.from_pretrained(folder)(sample).input_ids != expected:
             raise ValueError(f"The tokenizer of `{source.name}` does not give the same tokens once copied.")
     return [f"tokenizer saved anew as `{tokenizer.__class__.__name__}`: the files do not name their class"]
+
+
+def keep_processor(source: Checkpoint, folder: Path) -> list[str]:
+    """The same for what makes inputs of images or sound."""
+    if not {"preprocessor_config.json", "processor_config.json"} & set(source.companions):
+        return []
+    with quiet_loading():
+        try:
+            expected = AutoProcessor.from_pretrained(source.folder, trust_remote_code=False)
+        except (ValueError, OSError, ImportError, KeyError) as error:
+            reason = " ".join(str(error).split())[:200]
+            return [f"its processor does not load here, so it was copied unseen: {reason}"]
+        try:
+            written = AutoProcessor.from_pretrained(folder)
+            if type(written) is type(expected) and written.to_dict() == expected.to_dict():
+                return []
+        except (ValueError, OSError, KeyError):
+            pass  # none is known for the model type
+        expected.save_pretrained(folder)
+        if type(AutoProcessor.from_pretrained(folder)) is not type(expected):
+            raise ValueError(f"The processor of `{source.name}` does not load once copied.")
+    return [f"processor saved anew as `{type(expected).__name__}`: the files do not name its class"]

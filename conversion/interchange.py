@@ -143,7 +143,8 @@ def export_checkpoint(
     path = check_destination(destination, source)
     model_type = read_config_dict(source, revision)["model_type"]
     if model_type != AttnResConfig.model_type:
-        raise ValueError(f"`{source}` is a `{model_type}` checkpoint, not an AttnRes one.")
+        kind = "a multimodal" if model_type == "attnres_multimodal" else f"a `{model_type}`"
+        raise ValueError(f"`{source}` is {kind} checkpoint, not that of an `AttnResForCausalLM`.")
     checkpoint = open_checkpoint(source, revision)
     if not checkpoint.has_lm_head:
         raise ValueError(f"`{source}` is not a causal LM, the kind that is exchanged.")

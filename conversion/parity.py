@@ -36,7 +36,7 @@ import torch
 from huggingface_hub.utils import tqdm
 from safetensors import safe_open
 from torch import nn
-from transformers import AutoModel, AutoModelForCausalLM, PreTrainedModel
+from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from .checkpoint import Checkpoint, open_checkpoint
@@ -263,7 +263,7 @@ def verify_checkpoints(
     device: str = "auto",
 ) -> VerificationReport:
     """`verify`, for checkpoints that are open already."""
-    config, other = first.config, second.config
+    config, other = first.text_config, second.text_config
     if config.vocab_size != other.vocab_size:
         raise ValueError(
             f"The checkpoints cannot be compared: vocabularies of {config.vocab_size} and {other.vocab_size} tokens."
@@ -276,7 +276,7 @@ def compare_with(reference: Reference, second: Checkpoint, device: str = "auto")
     first, windows, reference_dtype = reference.first, reference.windows, reference.dtype
     own_dtype, expected, rounding = reference.own_dtype, reference.expected, reference.rounding
     passes = 1 if reference.own_expected is None else 2
-    is_moe = getattr(first.config, "num_experts_per_tok", None) is not None
+    is_moe = getattr(first.text_config, "num_experts_per_tok", None) is not None
     with (
         tqdm(total=passes * len(windows), unit="window", desc="Verifying") as progress,
         quiet_loading(),
@@ -367,17 +367,17 @@ def read_windows(
         if with_special and with_special[0] == tokenizer.bos_token_id:
             bos = [tokenizer.bos_token_id]
     else:
-        ids = [byte % checkpoint.config.vocab_size for byte in content.encode()]
+        ids = [byte % checkpoint.text_config.vocab_size for byte in content.encode()]
         name += ", its bytes as token ids for want of a tokenizer that loads here"
     ids = ids[:max_tokens]
     if len(ids) < 2:
         raise ValueError(f"The text to verify on has {len(ids)} tokens; give one with at least 2.")
-    if max(ids) >= checkpoint.config.vocab_size:
+    if max(ids) >= checkpoint.text_config.vocab_size:
         raise ValueError(
             f"The tokenizer of `{checkpoint.name}` gives token {max(ids)}, its model has"
-            f" {checkpoint.config.vocab_size}."
+            f" {checkpoint.text_config.vocab_size}."
         )
-    length = min(WINDOW, len(ids), getattr(checkpoint.config, "max_position_embeddings", None) or WINDOW)
+    length = min(WINDOW, len(ids), getattr(checkpoint.text_config, "max_position_embeddings", None) or WINDOW)
     rows = [bos + ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
     return torch.tensor(rows), name
 
@@ -405,10 +405,9 @@ def quiet_loading() -> Iterator[list[str]]:
 def loaded(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Iterator[PreTrainedModel]:
     """The checkpoint's model, as `from_pretrained` gives it; the last one makes room for it first."""
     gc.collect()
-    auto_class = AutoModelForCausalLM if checkpoint.has_lm_head else AutoModel
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as offload_folder:
         try:
-            model, info = auto_class.from_pretrained(
+            model, info = checkpoint.auto_class.from_pretrained(
                 checkpoint.folder,
                 dtype=dtype,
                 device_map=device,

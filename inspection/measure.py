@@ -252,6 +252,11 @@ def _run_and_square(trunk: nn.Module, ids: torch.Tensor, num_sites: int) -> dict
 
 
 def check_is_attnres(config: PreTrainedConfig, name: str):
+    if config.model_type == "attnres_multimodal":
+        raise ValueError(
+            f"`{name}` is a multimodal model, and text alone is not what it reads: call it with"
+            " `output_depth_attentions=True` on your own inputs."
+        )
     if config.model_type != "attnres":
         raise ValueError(f"`{name}` is a {config.model_type}, no AttnRes model: `attnres convert` makes one of it.")
 

@@ -41,6 +41,7 @@ if TYPE_CHECKING:
 
 PIPELINE_TAGS = {
     "AttnResForCausalLM": "text-generation",
+    "AttnResForConditionalGeneration": "image-text-to-text",
     "AttnResForSequenceClassification": "text-classification",
     "AttnResForTokenClassification": "token-classification",
     "AttnResForQuestionAnswering": "question-answering",
@@ -81,10 +82,12 @@ def render_model_card(
     inspection: dict[str, Any] | None = None,
     differences: bool = False,
     training: dict[str, Any] | None = None,
+    multimodal: bool = False,
 ) -> ModelCard:
     """The card of an AttnRes model.
 
     Args:
+        config: of the model, or of the language model in a multimodal one.
         query: the queries, `[sites, hidden]`.
         repo_id: what to load the model by in the examples.
         metadata: entries of the card's metadata, such as `base_model` and `license`.
@@ -94,6 +97,7 @@ def render_model_card(
         inspection: what they were drawn from, see `_inspection`.
         differences: whether there is a plot of the evaluation.
         training: of a fine-tuned model `base`, `mode`, `dataset`, `steps`, and the held-out loss `before` and `after`.
+        multimodal: whether it loads with the code of its base and the package alone.
     """
     metadata = {
         **code_metadata(),
@@ -128,6 +132,7 @@ def render_model_card(
         inspection=inspection,
         differences=differences,
         training=training,
+        multimodal=multimodal,
     )
 
 
@@ -205,7 +210,7 @@ def model_card(
     from ..conversion.parity import VerificationReport
 
     checkpoint = open_checkpoint(folder)
-    if not isinstance(checkpoint.config, AttnResConfig):
+    if not isinstance(checkpoint.text_config, AttnResConfig):
         raise ValueError(f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one.")
     folder, name = checkpoint.folder, checkpoint.prefix + "depth_queries.query"
     card_path, report_path, table = (
@@ -215,11 +220,13 @@ def model_card(
     )
     metadata = read_metadata(card_path)
     metadata = {**metadata, **(base_metadata or {}), **code_metadata()}
+    if checkpoint.is_multimodal:
+        metadata["pipeline_tag"] = PIPELINE_TAGS["AttnResForConditionalGeneration"]
     report = json.loads(report_path.read_text(encoding="utf-8")) if report_path.exists() else None
     verification = None if report is None else report["verification"]
     title = (repo_id or folder.absolute().name).split("/")[-1]
     return render_model_card(
-        checkpoint.config,
+        checkpoint.text_config,
         checkpoint.tensors([name])[name],
         title=title,
         repo_id=repo_id or title,
@@ -233,6 +240,7 @@ def model_card(
         inspection=_inspection(folder),
         differences=(folder / "evaluation/differences.png").exists(),
         training=training,
+        multimodal=checkpoint.is_multimodal,
     )
 
 
@@ -292,7 +300,7 @@ def push_card_if_missing(
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if not api.file_exists(repo_id, "README.md"):
-        query = getattr(model, "model", model).depth_queries.query
+        query = model.trunk.depth_queries.query
         card = render_model_card(model.config, query.detach().cpu(), title=repo_id.split("/")[-1], repo_id=repo_id)
         api.upload_file(
             path_or_fileobj=str(card).encode(),

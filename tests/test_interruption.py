@@ -171,6 +171,8 @@ def test_random_moments(command, models, tmp_path):
             time.sleep(0.3)
             process.send_signal(signal.SIGINT)
         code, _ = end(process)
-        if code == 130:
-            assert not {name for name in files(folder) if "unfinished" in name and number % 2 == 0}
-            assert files(folder) <= {"out", "out/bench.partial.json"} or "index.html" in files(folder) or number % 2
+        if code == 130 and number % 2 == 0:
+            # Nothing, or all of it, or what the same command goes on from: `bench` writes its tables after that
+            found, whole = files(folder), files(tmp_path / "whole")
+            assert found <= {"out"} or found == whole or "out/bench.partial.json" in found
+            assert found <= whole | {"out/bench.partial.json"}

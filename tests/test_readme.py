@@ -26,6 +26,15 @@ def test_python_examples(tmp_path, monkeypatch):
     assert (tmp_path / "self-contained" / "modeling_attnres.py").exists()
 
 
+def test_multimodal_example(tmp_path, monkeypatch, capsys):
+    """The page's code prints what stands below it."""
+    page = (Path(__file__).parent.parent / "docs/multimodal.md").read_text(encoding="utf-8")
+    code, printed = re.search(r"```python\n(.*?)```\n\n```\n(.*?)```", page, flags=re.DOTALL).groups()
+    monkeypatch.chdir(tmp_path)
+    exec(compile(code, "multimodal.md", "exec"), {})
+    assert capsys.readouterr().out == printed
+
+
 def test_every_family_is_listed():
     assert set(re.findall(r"^\| (\w+) \| \de-", README, flags=re.MULTILINE)) == FAMILIES.keys()
 

@@ -212,6 +212,11 @@ def split_config(config: dict[str, Any]) -> tuple[FinetuneArguments, AttnResTrai
 
 def check_run(arguments: FinetuneArguments, training: AttnResTrainingArguments, model_config: PreTrainedConfig):
     """Raise a `ValueError` for what contradicts itself or the model, before data or weights are read."""
+    if "text_config" in type(model_config).sub_configs:
+        raise ValueError(
+            f"`{arguments.model}` is a {model_config.model_type}, a multimodal model, and its data is more than text:"
+            " train it with transformers' `Trainer` or TRL, which take it as they take its base."
+        )
     if arguments.mode == "queries" and model_config.model_type != "attnres":
         raise ValueError(
             f"`mode: queries` needs an AttnRes checkpoint and `{arguments.model}` is a {model_config.model_type}:"

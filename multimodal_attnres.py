@@ -1,0 +1,153 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""Models of images and text, or sound and text, whose language model reads over depth.
+
+The config is the base's with an `AttnResConfig` as `text_config`, of which the base's own code makes the language
+model. What is not the language model is the base's, with its code and parameter names.
+"""
+
+import copy
+import functools
+import inspect
+from typing import Any
+
+import torch
+from huggingface_hub.dataclasses import strict
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import PreTrainedModel
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+
+from .configuration_attnres import AttnResConfig
+from .generation_attnres import AttnResGenerationMixin
+from .modeling_attnres import AttnResModel, AttnResPreTrainedModel
+
+
+class AttnResMultimodalConfig(PreTrainedConfig):
+    """The config of a multimodal base, `base_model_type`, whose `text_config` is an `AttnResConfig`.
+
+    Every field of the base's own config is a field of this one. `from_base_config` makes one.
+
+    ```python
+    >>> from attnres import AttnResMultimodalConfig
+    >>> from transformers import Mistral3Config
+
+    >>> config = AttnResMultimodalConfig.from_base_config(Mistral3Config(), block_size=8)
+    >>> type(config.text_config).__name__
+    'AttnResConfig'
+    ```
+    """
+
+    model_type = "attnres_multimodal"
+
+    base_model_type: str = "gemma3"
+
+    def __new__(cls, *args, base_model_type: str | None = None, **kwargs):
+        if cls is AttnResMultimodalConfig:
+            cls = config_class_of(cls.base_model_type if base_model_type is None else base_model_type)
+        return super().__new__(cls)
+
+    def __post_init__(self, **kwargs):
+        if not isinstance(self.text_config, PreTrainedConfig):  # the base would make its own kind of it
+            self.text_config = AttnResConfig.from_dict(self.text_config or {})
+        super().__post_init__(**kwargs)
+
+    def __reduce_ex__(self, protocol):
+        return _new_config, (self.base_model_type,), self.__dict__
+
+    @classmethod
+    def from_base_config(cls, base_config: PreTrainedConfig, **kwargs) -> "AttnResMultimodalConfig":
+        """Configuration of the multimodal model on a base, the inverse of `to_base_config`.
+
+        Args:
+            base_config (`PreTrainedConfig`):
+                Configuration of a multimodal model whose language model is of a supported type.
+            kwargs:
+                As in [`AttnResConfig.from_base_config`]: `block_size` or `num_blocks`, and other fields.
+
+        Raises:
+            ValueError: for an unsupported base, and as there.
+        """
+        config_class, config = config_class_of(base_config.model_type), copy.deepcopy(base_config)
+        text_config = AttnResConfig.from_base_config(base_config.text_config, **kwargs)
+        config.__class__ = config_class
+        config.base_model_type, config.text_config = base_config.model_type, text_config
+        config.architectures = [AttnResForConditionalGeneration.__name__]
+        with torch.device("meta"), no_init_weights():
+            AttnResForConditionalGeneration(config)  # which says what stands against it
+        return config
+
+    def to_base_config(self) -> PreTrainedConfig:
+        """The base's configuration, the inverse of `from_base_config`."""
+        base_config, base_class = copy.deepcopy(self), CONFIG_MAPPING[self.base_model_type]
+        base_config.__class__ = base_class
+        del base_config.base_model_type
+        base_config.text_config = self.text_config.to_base_config()
+        base_config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[base_class].__name__]
+        return base_config
+
+    def to_diff_dict(self) -> dict:
+        return self.to_dict()  # what is a default in `text_config` depends on its base
+
+
+@functools.cache
+def config_class_of(base_model_type: str) -> type[AttnResMultimodalConfig]:
+    """The class of the configs on a multimodal base, which is also one of the base's.
+
+    Raises:
+        ValueError: if transformers has no multimodal model of this type that is made of a language model and others.
+    """
+    base_class = CONFIG_MAPPING[base_model_type] if base_model_type in CONFIG_MAPPING else None
+    reason = None
+    if base_class is None or base_class not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        reason = "transformers has no model of images and text of this type"
+    elif "text_config" not in base_class.sub_configs:
+        reason = "its config has no `text_config`, of which its language model would be made"
+    if reason is not None:
+        raise ValueError(f"`base_model_type={base_model_type!r}` is not supported: {reason}.")
+    members = {
+        "__module__": __name__,
+        # Some bases name the class of their own text config
+        "__annotations__": {"base_model_type": str, "text_config": PreTrainedConfig | dict[str, Any] | None},
+        "base_model_type": base_model_type,
+        "text_config": None,
+    }
+    return strict(type(AttnResMultimodalConfig.__name__, (AttnResMultimodalConfig, base_class), members))
+
+
+def _new_config(base_model_type: str) -> AttnResMultimodalConfig:
+    config_class = config_class_of(base_model_type)
+    return config_class.__new__(config_class)
+
+
+class AttnResForConditionalGeneration(AttnResPreTrainedModel, AttnResGenerationMixin):
+    """The base's model of images and text, with reads over depth in its language model."""
+
+    config: AttnResMultimodalConfig
+    base_model = PreTrainedModel.base_model  # which encodes images as well
+    push_to_hub = PreTrainedModel.push_to_hub  # without code, as there is none of the base's
+
+    @classmethod
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[base_model_type]]
+
+    def post_init(self):
+        # Of some bases the code names the class of the language model, of most it is an `AttnResModel` already
+        innermost = [module for module in self.get_decoder().modules() if isinstance(module, PreTrainedModel)][-1]
+        decoder = next((module for module in self.modules() if isinstance(module, AttnResModel)), innermost)
+        reason = None
+        if not isinstance(decoder.config, AttnResConfig):
+            reason = f"its {type(decoder).__name__} is not made of its `text_config`"
+        elif any(name.startswith("deepstack") for name in inspect.signature(decoder.forward).parameters):
+            reason = "its language model adds features of the images to the residual stream, between the layers"
+        if reason is not None:
+            raise ValueError(f"`base_model_type={self.config.base_model_type!r}` is not supported: {reason}.")
+        self.trunk_name = next(name for name, module in self.named_modules() if module is decoder)
+        super().post_init()
+
+    @property
+    def trunk(self) -> PreTrainedModel:
+        return self.get_submodule(self.trunk_name)
+
+
+__all__ = ["AttnResForConditionalGeneration", "AttnResMultimodalConfig"]

@@ -1,0 +1,345 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Models of images and text: converted whole, with reads over depth in the language model."""
+
+import copy
+import json
+import pickle
+
+import pytest
+import torch
+from decoder_configs import DECODERS
+from literal_definition import LiteralDefinition
+from peft import LoraConfig, PeftModel, get_peft_model
+from PIL import Image
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoProcessor,
+    CLIPImageProcessor,
+    LlavaProcessor,
+    PreTrainedTokenizerFast,
+    Trainer,
+    TrainingArguments,
+    pipeline,
+)
+
+import attnres
+from attnres.conversion import convert, revert
+
+
+IMAGE = 90  # the token that an image takes the place of
+TEXT = {
+    "vocab_size": 97,
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "initializer_range": 0.1,
+    "pad_token_id": 0,
+}
+VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+    "image_size": 16,
+    "patch_size": 4,
+    "initializer_range": 0.1,
+}
+CONFIGS = {
+    "gemma3": {"text_config": {**TEXT, "sliding_window": 4}, "vision_config": VISION, "mm_tokens_per_image": 4},
+    "llava": {
+        "text_config": {**TEXT, "model_type": "llama"},
+        "vision_config": {**VISION, "model_type": "clip_vision_model"},
+        "image_seq_length": 16,
+    },
+    # Its language model is made by the name of its class
+    "llama4": {
+        "text_config": {**TEXT, "intermediate_size_mlp": 48, "num_local_experts": 4, "num_experts_per_tok": 1},
+        "vision_config": {
+            **VISION,
+            **{"intermediate_size": 64, "pixel_shuffle_ratio": 0.5},
+            **dict.fromkeys(("vision_output_dim", "projector_input_dim", "projector_output_dim"), 32),
+        },
+    },
+    "mistral3": {
+        "text_config": {**TEXT, "model_type": "mistral"},
+        "vision_config": {**VISION, "model_type": "pixtral", "head_dim": 8},
+        "spatial_merge_size": 2,
+    },
+    # Sound and video as well, a state in its layers, positions in three directions
+    "qwen3_5": {
+        "text_config": {
+            **TEXT,
+            **{"linear_num_value_heads": 4, "linear_num_key_heads": 2, "linear_key_head_dim": 8},
+            "linear_value_head_dim": 8,
+            "rope_parameters": {"rope_type": "default", "mrope_section": [1, 1, 0], "rope_theta": 1e4},
+        },
+        "vision_config": {
+            **{"depth": 2, "hidden_size": 16, "intermediate_size": 24, "num_heads": 2, "patch_size": 4},
+            **{"spatial_merge_size": 2, "temporal_patch_size": 1, "out_hidden_size": 32},
+            "num_position_embeddings": 16,
+        },
+        **{"image_token_id": IMAGE, "video_token_id": 91, "vision_start_token_id": 92, "vision_end_token_id": 93},
+    },
+}
+TOKENS_PER_IMAGE = {"llava": 16}
+
+
+def make_base(model_type: str):
+    torch.manual_seed(0)
+    tokens = {} if model_type == "qwen3_5" else {"image_token_index": IMAGE}
+    if model_type in ("gemma3", "llama4"):
+        tokens |= {"boi_token_index": 92, "eoi_token_index": 93}
+    config = AutoConfig.for_model(model_type, **copy.deepcopy(CONFIGS[model_type]), **tokens)
+    model = AutoModelForImageTextToText.from_config(config).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def make_inputs(model_type: str, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    """Two rows of text around an image each."""
+    generator = torch.Generator().manual_seed(1)
+    count = TOKENS_PER_IMAGE.get(model_type, 4)
+    text = torch.randint(1, 80, (2, 9), generator=generator)
+    image = torch.tensor([[92, *[IMAGE] * count, 93]] * 2)
+    ids = torch.cat([text[:, :4], image, text[:, 4:]], dim=1)
+    pixels = torch.randn(2, 3, 16, 16, generator=generator, dtype=dtype)
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids)}
+    if model_type == "mistral3":
+        inputs["image_sizes"] = torch.tensor([[16, 16]] * 2)
+    if model_type == "qwen3_5":
+        pixels = torch.randn(2 * 16, 3 * 4 * 4, generator=generator, dtype=dtype)
+        inputs |= {"image_grid_thw": torch.tensor([[1, 4, 4]] * 2), "mm_token_type_ids": (ids == IMAGE).int()}
+    if model_type == "gemma3":
+        inputs["token_type_ids"] = (ids == IMAGE).long()
+    return {**inputs, "pixel_values": pixels}
+
+
+def randomize_queries(model):
+    torch.manual_seed(3)
+    with torch.no_grad():
+        model.trunk.depth_queries.query.normal_(std=0.3)
+        model.trunk.depth_queries.key_norm.add_(torch.randn_like(model.trunk.depth_queries.key_norm) * 0.3)
+
+
+@pytest.fixture(scope="module", params=CONFIGS)
+def model_type(request):
+    return request.param
+
+
+@pytest.fixture(scope="module")
+def converted(model_type, tmp_path_factory):
+    """The folder of a base and of its conversion."""
+    root = tmp_path_factory.mktemp(model_type)
+    make_base(model_type).save_pretrained(root / "base")
+    convert(root / "base", root / "attnres", num_blocks=3)
+    return root / "base", root / "attnres"
+
+
+def test_images_go_through_unchanged(model_type, converted):
+    """The base and the conversion on images and text, and at random queries the definition on the base's own code."""
+    base, model = (AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64) for path in converted)
+    assert type(model).__name__ == "AttnResForConditionalGeneration"
+    inputs = make_inputs(model_type, torch.float64)
+    with torch.no_grad():
+        expected = base(**inputs).logits
+        without = base(**{**inputs, "pixel_values": inputs["pixel_values"] + 1}).logits
+        assert (expected - without).abs().max() > 1e-3  # images have an effect
+        assert (model(**inputs).logits - expected).abs().max() < 1e-12 * expected.abs().max()
+
+        randomize_queries(model)
+        queries, config = model.trunk.depth_queries, model.config.text_config
+        layers = base.get_submodule(model.trunk_name).layers
+        definition = LiteralDefinition(
+            layers[0],
+            queries.query.double(),
+            queries.key_norm.double(),
+            config.attn_res_block_size,
+            config.attn_res_norm_eps,
+            sums=True,
+        )
+        with definition:
+            expected = base(**inputs).logits
+        outputs = model(**inputs, output_depth_attentions=True, output_hidden_states=True)
+        assert (outputs.logits - without).abs().max() > 1e-2
+        assert (outputs.logits - expected).abs().max() < 1e-12 * expected.abs().max()
+    assert len(outputs.depth_attentions) == config.num_sites
+    assert outputs.depth_attentions[-1].shape == (*inputs["input_ids"].shape, 4)
+    assert all(type(state) is torch.Tensor for state in outputs.hidden_states)
+
+
+def test_generation(model_type, converted):
+    model = AutoModelForImageTextToText.from_pretrained(converted[1]).eval()
+    randomize_queries(model)
+    inputs = make_inputs(model_type)
+    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "suppress_tokens": [90, 91, 92, 93]}
+    cached = model.generate(**inputs, **options)
+    assert torch.equal(cached, model.generate(**inputs, **options, use_cache=False))
+    assert cached.shape[1] == inputs["input_ids"].shape[1] + 6
+
+
+def test_save_and_load_and_back(model_type, converted, tmp_path):
+    base, folder = converted
+    model = AutoModelForImageTextToText.from_pretrained(folder)
+    randomize_queries(model)
+    model.save_pretrained(tmp_path / "saved")
+    loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")  # as for a base of a causal LM
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(loaded.state_dict()[name], tensor), name
+    assert loaded.config.to_dict() == AutoConfig.from_pretrained(tmp_path / "saved").to_dict()
+    assert loaded.config.text_config.attn_res_block_size == model.config.text_config.attn_res_block_size
+
+    with pytest.raises(ValueError, match="trained queries"):
+        revert(tmp_path / "saved", tmp_path / "back")
+    revert(folder, tmp_path / "back")
+    for name in ("model.safetensors", "config.json"):
+        assert (tmp_path / "back" / name).read_bytes() == (base / name).read_bytes()
+
+    report = convert(folder, tmp_path / "full", full=True)
+    assert report.operation == "Change of blocks" and report.block_size == 1
+    assert AutoConfig.from_pretrained(tmp_path / "full").text_config.attn_res_block_size == 1
+
+
+def test_gradients_and_checkpointing(model_type, converted):
+    """Of every parameter, among them those of the part that sees."""
+    model = AutoModelForImageTextToText.from_pretrained(converted[1], dtype=torch.float64).train()
+    randomize_queries(model)
+    inputs = make_inputs(model_type, torch.float64)
+
+    def gradients():
+        model.zero_grad()
+        model(**inputs, labels=inputs["input_ids"], use_cache=False).loss.backward()
+        return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
+
+    expected = gradients()
+    assert expected[f"{model.trunk_name}.depth_queries.query"].any()
+    assert any("vis" in name and gradient.any() for name, gradient in expected.items())
+    model.gradient_checkpointing_enable()
+    actual = gradients()
+    assert actual.keys() == expected.keys()
+    largest = max(gradient.abs().max() for gradient in expected.values())  # some are zero but for rounding
+    for name, gradient in actual.items():
+        assert (gradient - expected[name]).abs().max() <= 1e-13 * largest, name
+
+
+def test_config(model_type, converted):
+    base, config = (AutoConfig.from_pretrained(path) for path in converted)
+    assert isinstance(config, (attnres.AttnResMultimodalConfig, type(base))) and isinstance(config, type(base))
+    assert config.to_base_config().to_dict() | {"_name_or_path": None} == base.to_dict() | {"_name_or_path": None}
+    for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
+        assert type(copied) is type(config) and copied.to_dict() == config.to_dict()
+    made = attnres.AttnResMultimodalConfig(**json.loads((converted[1] / "config.json").read_text()))
+    assert made.to_dict() | {"_name_or_path": None} == config.to_dict() | {"_name_or_path": None}
+
+
+def test_processor_and_pipeline(tmp_path):
+    """Files that do not name their processor's class, which is then found by the type of the model."""
+    words = {word: index for index, word in enumerate(["<pad>", "<unk>", *"abcdefghijklmnop"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=tokenizer, pad_token="<pad>", unk_token="<unk>")
+    tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
+    image_processor = CLIPImageProcessor(size={"shortest_edge": 16}, crop_size={"height": 16, "width": 16})
+    processor = LlavaProcessor(
+        image_processor,
+        tokenizer,
+        patch_size=4,
+        vision_feature_select_strategy="default",
+        num_additional_image_tokens=1,
+    )
+    base = make_base("llava")
+    base.config.image_token_index = tokenizer.convert_tokens_to_ids("<image>")
+    base.generation_config.max_new_tokens = 4
+    base.save_pretrained(tmp_path / "base")
+    processor.save_pretrained(tmp_path / "base")
+    for path in (tmp_path / "base").glob("*r_config.json"):
+        content = json.loads(path.read_text())
+        content.pop("processor_class", None)
+        path.write_text(json.dumps(content))
+
+    report = convert(tmp_path / "base", tmp_path / "attnres")
+    assert any(note.startswith("processor saved anew as `LlavaProcessor`") for note in report.notes)
+    assert type(AutoProcessor.from_pretrained(tmp_path / "attnres")) is LlavaProcessor
+    image = Image.effect_mandelbrot((20, 16), (-3, -2.5, 2, 2.5), 50).convert("RGB")
+    texts = []
+    for path in (tmp_path / "base", tmp_path / "attnres"):
+        generate = pipeline("image-text-to-text", model=str(path), processor=AutoProcessor.from_pretrained(path))
+        texts.append(generate(images=image, text="<image> a b c", max_new_tokens=4, do_sample=False))
+    assert texts[0] == texts[1]
+    card = (tmp_path / "attnres" / "README.md").read_text()
+    assert "pipeline_tag: image-text-to-text" in card and "AutoModelForImageTextToText" in card
+    assert "trust_remote_code" not in card
+
+
+def test_trainer_and_adapter(tmp_path):
+    """LoRA beside the queries, with PEFT's own choice of modules: those of the base's type."""
+    make_base("llava").save_pretrained(tmp_path / "base")
+    convert(tmp_path / "base", tmp_path / "attnres", verify=False)
+    model = AutoModelForImageTextToText.from_pretrained(tmp_path / "attnres")
+    adapter = LoraConfig(r=4, target_modules="all-linear", modules_to_save=["depth_queries"])
+    inputs = make_inputs("llava")
+    rows = [{name: value[i] for name, value in inputs.items()} | {"labels": inputs["input_ids"][i]} for i in (0, 1)]
+    arguments = TrainingArguments(
+        tmp_path / "run", max_steps=2, learning_rate=0.01, report_to="none", save_strategy="no", use_cpu=True
+    )
+    trainer = Trainer(get_peft_model(model, adapter), arguments, train_dataset=rows)
+    trainer.train()
+    trainer.model.eval()
+    assert model.trunk.depth_queries.modules_to_save.default.query.any()
+    expected = trainer.model(**inputs).logits
+    trainer.model.save_pretrained(tmp_path / "adapter")
+    loaded = AutoModelForImageTextToText.from_pretrained(tmp_path / "attnres")
+    loaded = PeftModel.from_pretrained(loaded, tmp_path / "adapter").eval()
+    assert torch.equal(loaded(**inputs).logits, expected)
+    merged = loaded.merge_and_unload()
+    merged.save_pretrained(tmp_path / "merged")
+    whole = AutoModelForImageTextToText.from_pretrained(tmp_path / "merged").eval()
+    assert torch.equal(whole(**inputs).logits, merged(**inputs).logits)
+
+
+REFUSED = {
+    "qwen3_vl": ({}, "`base_model_type='qwen3_vl_text'` is not supported"),
+    "cohere_compass": (
+        {"text_config": {**TEXT, **DECODERS["cohere_compass_text"]}},
+        "adds features of the images to the residual stream, between the layers",
+    ),
+    "chameleon": ({}, "its config has no `text_config`"),
+    "gemma3n": ({}, "line .* of modeling_gemma3n.py"),
+    "whisper": ({}, "transformers has no model of images and text of this type"),
+}
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refused(model_type):
+    fields, reason = REFUSED[model_type]
+    with pytest.raises(ValueError, match=reason):
+        attnres.AttnResMultimodalConfig.from_base_config(AutoConfig.for_model(model_type, **fields))
+
+
+def test_what_is_done_with_models(tmp_path, run_attnres, capsys):
+    """What is for models of text alone says so, in one line."""
+    make_base("gemma3").save_pretrained(tmp_path / "base")
+    convert(tmp_path / "base", tmp_path / "attnres", verify=False)
+    (tmp_path / "run.yaml").write_text(
+        f"model: {tmp_path}/attnres\ndataset: {tmp_path}/run.yaml\noutput_dir: {tmp_path}/out\n"
+    )
+    for arguments, message in {
+        ("finetune", str(tmp_path / "run.yaml")): "a multimodal model, and its data is more than text",
+        ("inspect", str(tmp_path / "attnres"), "-o", str(tmp_path / "out")): "is a multimodal model",
+        ("export", "--to", "kimi", str(tmp_path / "attnres"), str(tmp_path / "out")): "is a multimodal checkpoint",
+        ("convert", "--self-contained", str(tmp_path / "base"), str(tmp_path / "out")): "cannot be self-contained",
+        ("import", str(tmp_path / "attnres"), str(tmp_path / "out")): "attnres_multimodal",
+    }.items():
+        assert run_attnres(*arguments) == 1
+        assert message in " ".join(capsys.readouterr().err.split())
+        assert not (tmp_path / "out").exists()
+    assert run_attnres("push", tmp_path / "attnres", "tester/model", "--dry-run") == 0
+    pushed = capsys.readouterr().out
+    assert "config.json" in pushed and "modeling_attnres.py" not in pushed
