@@ -240,8 +240,15 @@ class AttnResConfig(PreTrainedConfig):
     def convert_rope_params_to_dict(self, **kwargs):
         return kwargs  # the base configuration has done it
 
+    # The base configuration does it, or has other rules of its own: see `validate_architecture`
     def validate_rope(self):
-        pass  # the base configuration does it, see `validate_architecture`
+        pass
+
+    def validate_layer_type(self):
+        pass
+
+    def validate_token_ids(self):
+        pass
 
     @property
     def num_sites(self) -> int:

@@ -309,7 +309,7 @@ DECODERS = {
     "nanochat": {},
     "nemotron": {},
     "nemotron_h": {
-        "layers_block_type": ["linear_attention", "moe", "linear_attention", "full_attention", "moe"],
+        "layers_block_type": ["linear_attention", "moe", "mlp", "full_attention", "moe"],
         "num_hidden_layers": 5,
         "ssm_state_size": 16,
         "mamba_num_heads": 8,
@@ -468,6 +468,7 @@ NOT_DECODERS = {
     "qwen3_5_moe": _AROUND.format("qwen3_5_moe_text"),
     "qwen4_exp": _AROUND.format("qwen4_exp_text"),
     "attnres": "an attention-residual architecture already",
+    "attnres_multimodal": "an attention-residual architecture already",
     "inkling2_text": "an attention-residual architecture already",
 }
 

@@ -8,9 +8,12 @@ import json
 from pathlib import Path
 
 import pytest
+import torch
 from decoder_configs import DECODERS, NOT_DECODERS, decoder_config
 from family_survey import survey
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.conversion_mapping import get_model_conversion_mapping
+from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attnres import AttnResConfig
@@ -29,11 +32,41 @@ SEE_OTHER_DOCUMENTS = ("bloom", "opt", "mamba", "jamba")
 ROUNDING = 1e-12
 
 
+# Whose config class has no defaults of which transformers itself could make a model, or that it could run
+NO_DEFAULTS = {
+    *("cohere_compass_text", "dbrx", "deepseek_v2", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe"),
+    *("ministral", "nemotron"),
+}
+SUPPORTED = json.loads((Path(__file__).parents[1] / "families.json").read_text())["supported"]
+
+
 def test_every_type_is_known():
     """To the survey and to the page that is made of it, for a newer transformers as well."""
     assert {*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} <= {*DECODERS, *NOT_DECODERS}
     page = (Path(__file__).parents[1] / "docs/families.md").read_text()
     assert [name for name in (*DECODERS, *NOT_DECODERS) if f"\n| {name} " not in page] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted({*SUPPORTED} - NO_DEFAULTS))
+def test_every_tensor_of_the_real_size(model_type):
+    """With the defaults of the config class, which are a released model's: names, shapes, ties and renamings.
+
+    On the meta device: no weights.
+    """
+    base_config = AutoConfig.for_model(model_type)
+    config = AttnResConfig.from_base_config(base_config, num_blocks=8, attn_res_scale_norm_eps=True)
+    with torch.device("meta"), no_init_weights():
+        base, model = (AutoModelForCausalLM.from_config(c) for c in (base_config, config))
+    expected = {name: tensor.shape for name, tensor in base.state_dict().items()}
+    shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    added = {name.rpartition(".depth_queries.")[2]: shapes.pop(name) for name in {*shapes} - {*expected}}
+    assert shapes == expected
+    assert added == dict.fromkeys(("query", "key_norm"), (config.num_sites, config.hidden_size))
+    assert model.all_tied_weights_keys == base.all_tied_weights_keys
+    conversions, of_base = (map(repr, get_model_conversion_mapping(m)) for m in (model, base))
+    assert list(conversions) == list(of_base)
+    assert config.to_base_config().to_dict() == base_config.to_dict()
 
 
 @pytest.mark.parametrize("model_type", SPREAD)
