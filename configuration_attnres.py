@@ -230,6 +230,8 @@ class AttnResConfig(PreTrainedConfig):
         for base in () if base_model_type is None else base_config_class(base_model_type).__mro__:
             if name in vars(base) and not name.startswith("__"):
                 member = vars(base)[name]
+                if isinstance(member, property):  # of which a compiler knows no `__get__`
+                    return member.fget(self)
                 return member.__get__(self, type(self)) if hasattr(member, "__get__") else member
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 

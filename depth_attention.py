@@ -204,6 +204,9 @@ def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: n
         values = torch.stack(sources, dim=-2)
         mix = (weights.unsqueeze(-1) * values.to(weights.dtype)).sum(-2).to(values.dtype)
         return mix if norm is None else norm_of(norm, mix)
+    if not torch.is_grad_enabled():
+        mix = weighted_sum(weights, sources)
+        return mix if norm is None else norm_of(norm, mix)
     if norm is None:
         return WeightedSum.apply(weights, *sources)
     if torch.compiler.is_compiling():  # which decides itself what it computes again

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
 from .depth_attention import (
@@ -366,9 +367,15 @@ class DepthStream:
                 return stream.on_sources(lambda source: source * number)
         if name == "dropout" and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
             return args[0] if args else kwargs["input"]
-        if name.endswith("_") and not name.endswith("__"):
+        if name in _IN_PLACE:
             raise TypeError(f"`{name}` works in place, and the residual stream of an AttnRes model is a value.")
         return function(*_read_all(args), **{name: _read_all(value) for name, value in kwargs.items()})
+
+
+# Looked up, as a compiler cannot call methods of the name of a function
+_IN_PLACE = frozenset(
+    name for name in (*dir(torch.Tensor), *dir(torch), *dir(F)) if name.endswith("_") and not name.endswith("__")
+)
 
 
 def _read_all(value: Any) -> Any:

@@ -40,12 +40,10 @@ class AttnResMultimodalConfig(PreTrainedConfig):
 
     model_type = "attnres_multimodal"
 
-    base_model_type: str = "gemma3"
+    base_model_type: str | None = None
 
     def __new__(cls, *args, base_model_type: str | None = None, **kwargs):
-        if cls is AttnResMultimodalConfig:
-            cls = config_class_of(cls.base_model_type if base_model_type is None else base_model_type)
-        return super().__new__(cls)
+        return super().__new__(config_class_of(base_model_type) if cls is AttnResMultimodalConfig else cls)
 
     def __post_init__(self, **kwargs):
         if not isinstance(self.text_config, PreTrainedConfig):  # the base would make its own kind of it

@@ -1,16 +1,4 @@
-# Copyright 2026 The attnres authors.
-#
-# Licensed under the Apache License, Version 2.0 (the "License");
-# you may not use this file except in compliance with the License.
-# You may obtain a copy of the License at
-#
-#     http://www.apache.org/licenses/LICENSE-2.0
-#
-# Unless required by applicable law or agreed to in writing, software
-# distributed under the License is distributed on an "AS IS" BASIS,
-# WITHOUT WARRANTIES OR CONDITIONS OF ANY KIND, either express or implied.
-# See the License for the specific language governing permissions and
-# limitations under the License.
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Checkpoint folders: checked before they are used, and written whole or not at all."""
 
 import contextlib
@@ -162,7 +150,7 @@ class Checkpoint:
 
     def _prefix_of_language_model(self) -> str:
         """Found by its embedding, as files may have other names than the model that is loaded from them."""
-        with torch.device("meta"):
+        with valid_config(self.name), torch.device("meta"):
             decoder = AutoModel.from_config(self.text_config)
         embedding = decoder.get_input_embeddings().weight
         name = next(name for name, parameter in decoder.named_parameters() if parameter is embedding)

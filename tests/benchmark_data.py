@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Made-up data in the schemas of the real data sets, in a folder as `--data-root` takes it, and who can answer it."""
 
 import json

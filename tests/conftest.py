@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Settings that hold for every test, before transformers is imported."""
 
 import os

@@ -42,16 +42,15 @@ It shares no code with the package, but its idea of what writes to the residual 
 *Additions* is how often each layer adds to the residual stream. *Cached* is generation with the KV cache against one
 pass without it, and *padded* generation from a prompt with padding in front of it against the prompt alone, each of
 the AttnRes model and of its base: where these differ by more than rounding, they do so in the base as well. *Packing*
-says whether documents in one row are kept apart, so that `attnres finetune` packs them. *Compile*, *TP*,
-*checkpointing* and *engines* (attention that serving engines put in its place, vLLM's Transformers backend among them)
-are what the base says it can do.
+says whether documents in one row are kept apart, so that `attnres finetune` packs them. *Compile* says whether
+`torch.compile(fullgraph=True)` captures the model as one graph. *TP*, *checkpointing* and *engines* (attention that
+serving engines put in its place, vLLM's Transformers backend among them) are what the base says it can do.
 
 | type | additions | zero queries | random queries | cached: AttnRes | base | padded: AttnRes | base | KV cache | \
 packing | compile | TP | checkpointing | engines |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
 FLAGS = {
-    "compile": "compile_fullgraph",
     "tp": "tp_plan",
     "checkpointing": "checkpointing",
     "engines": "attention_backend",
@@ -77,6 +76,7 @@ def record(results: dict) -> dict:
                 "saved": found["save_and_load"].get("difference") == 0,
                 "kv_cache": found["kv_cache"],
                 "packing": found["packing"].get("reason", "") is None,
+                "compile": isinstance(found["compile"]["attnres"], float),
                 "fp64": found["flags"]["dtype"] == "torch.float64",
                 **{key: found["flags"][flag] for key, flag in FLAGS.items()},
             }
@@ -104,7 +104,7 @@ def row(name: str, found: dict) -> str:
         *(number(found[key]) for key in ("zero_queries", "random_queries")),
         *(number(value) for key in ("cached", "padded") for value in found[key]),
         str(found["kv_cache"] or "none"),
-        *("yes" if found[key] else "no" for key in ("packing", *FLAGS)),
+        *("yes" if found[key] else "no" for key in ("packing", "compile", *FLAGS)),
     ]
     return "| " + " | ".join(cells) + " |"
 

@@ -243,6 +243,23 @@ class Survey:
             gradients.append([torch.zeros_like(p) if p.grad is None else p.grad for p in model.parameters()])
         return relative(*(torch.cat([g.flatten() for g in of_run]) for of_run in reversed(gradients)))
 
+    def measure_compile(self):
+        """Of both models, captured as one graph: how far its logits are from those without, or why there is none."""
+        results = {}
+        for name, model in (("attnres", self.model(3)), ("base", self.native)):
+            torch._dynamo.reset()
+            try:
+                with torch.no_grad(), contextlib.ExitStack() as stack:
+                    if getattr(model.config, "num_experts_per_tok", None) is not None:  # loops cannot be captured
+                        stack.callback(model.set_experts_implementation, "eager")
+                        model.set_experts_implementation("batched_mm")
+                    expected = model(self.input_ids, use_cache=False).logits
+                    compiled = torch.compile(model, backend="eager", fullgraph=True)
+                    results[name] = relative(compiled(self.input_ids, use_cache=False).logits, expected)
+            except Exception as error:
+                results[name] = f"{type(error).__name__}: {str(error).splitlines()[0]}"
+        return results
+
     def measure_save_and_load(self):
         model = self.model(2)
         with tempfile.TemporaryDirectory() as folder, torch.no_grad():

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """A small Hugging Face Hub on 127.0.0.1, for tests that push and pull models with the real `huggingface_hub` client.
 
     with LoopbackHub(tmp_path) as hub:

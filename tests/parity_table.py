@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Prints the README's table of families: how far a converted model is from its base. `python tests/parity_table.py`"""
 
 import torch

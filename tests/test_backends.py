@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`set_backend`: every way to compute the reads against plain torch; Triton's kernels in its interpreter."""
 
 import functools

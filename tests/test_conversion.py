@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Conversion, reversal, verification and change of blocks: files in, files out, as a user runs them."""
 
 import filecmp

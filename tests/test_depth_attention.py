@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """The operator: every fast path against the definition, values and gradients."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`attnres eval`: the real tasks of lm-eval on made-up data in their schemas, answered by who knows the answers."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """One test over all supported families: the same model as its base, as the definition, with and without a cache."""
 
 import json

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """`attnres finetune` and the adapters it makes: real files, real processes, the tools people use around them."""
 
 import dataclasses

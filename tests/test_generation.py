@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Generation: every mode against plain greedy decoding of the same model, and proof that the two-phase path runs."""
 
 import copy

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """To the Hub and back through the real client, against a server on the loopback; and model cards."""
 
 import json

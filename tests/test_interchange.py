@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Exchange with Kimi K3's naming and with fla: round trips, and the other side's rule evaluated by its definition."""
 
 import json

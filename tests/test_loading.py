@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Loading and saving: from a base checkpoint, in any dtype, offloaded, beside other bases, as remote code."""
 
 import functools

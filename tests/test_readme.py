@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Every example of the README runs, in order, in one process."""
 
 import re

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Training: checkpointing, autocast, Trainer and resume, and two processes of DDP, FSDP2 and tensor parallelism."""
 
 import contextlib

@@ -1,3 +1,4 @@
+# SPDX-License-Identifier: Apache-2.0
 """Tiny models of every supported family, and the literal model they are compared with."""
 
 import math
