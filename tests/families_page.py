@@ -76,7 +76,7 @@ def record(results: dict) -> dict:
                 "saved": found["save_and_load"].get("difference") == 0,
                 "kv_cache": found["kv_cache"],
                 "packing": found["packing"].get("reason", "") is None,
-                "compile": isinstance(found["compile"]["attnres"], float),
+                "compile": isinstance(found.get("compile", {}).get("attnres"), float),
                 "fp64": found["flags"]["dtype"] == "torch.float64",
                 **{key: found["flags"][flag] for key, flag in FLAGS.items()},
             }
