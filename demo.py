@@ -325,7 +325,7 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
         for i, label in ((0, "before"), (-1, "after")):
             table.add_row(label, *(f"{losses[i]:.4f}" for losses in finetuned.values()))
         console.print(table)
-        console.print("(One short run of a tiny model. The README tells of a study with several seeds.)")
+        console.print("(One short run of a tiny model. docs/results.md has a study with several seeds.)")
         console.print("\nWhat both read from where, before and after fine-tuning ...")
         inspect(
             [str(output / "attnres"), str(output / "finetuned/attnres/final")],

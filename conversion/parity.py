@@ -34,7 +34,7 @@ WINDOW = 64
 MAX_TOKENS = 512
 # Times the sensitivity measured with one unit in the last place at every norm. A read over depth rounds about as often
 # as a residual stream; over all families and block sizes the figure is 0.4 to 1.3. What is to be found is far larger:
-# epsilons left alone come to 100 times the rounding and more in most families (table in the README).
+# epsilons left alone come to 100 times the rounding and more in most families (docs/parity.md).
 FP32_TOLERANCE = 4
 # Times the first model's own error. Two errors of one size: 0.7 to 1.1 in dense families, up to 1.9 with experts
 OWN_DTYPE_TOLERANCE = 3

@@ -19,7 +19,7 @@ logger = logging.get_logger(__name__)
 
 @dataclass
 class AttnResTrainingArguments(TrainingArguments):
-    """`TrainingArguments` and what the depth queries need. The default decay comes from the study (see the README)."""
+    """`TrainingArguments` and what the depth queries need. The default decay comes from docs/results.md."""
 
     query_learning_rate: float | str | None = field(
         default=AUTO,
