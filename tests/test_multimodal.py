@@ -316,6 +316,11 @@ REFUSED = {
 }
 
 
+def test_a_config_without_a_base():
+    with pytest.raises(ValueError, match="`base_model_type=None` is not supported"):
+        attnres.AttnResMultimodalConfig()
+
+
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_refused(model_type):
     fields, reason = REFUSED[model_type]
