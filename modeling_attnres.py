@@ -141,12 +141,15 @@ def _new_of_both(ours: type, base: type, base_model_type: str | None):
     return cls.__new__(cls)
 
 
-def __getattr__(name: str) -> type:
+def class_by_name(module: dict, name: str) -> type:
     """A class of both by its name, `AttnResForCausalLM[llama]`: so pickle finds it in another process."""
     ours, _, base_model_type = name.removesuffix("]").partition("[")
-    if ours not in __all__ or not base_model_type:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return of_both(globals()[ours], globals()[ours].class_of_base(base_model_type), base_model_type)
+    if ours not in module["__all__"] or not base_model_type:
+        raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}")
+    return of_both(module[ours], module[ours].class_of_base(base_model_type), base_model_type)
+
+
+__getattr__ = functools.partial(class_by_name, globals())
 
 
 class _BaseConversions(list):
@@ -166,8 +169,8 @@ class _BaseConversions(list):
         return None
 
 
-for model_type in ("attnres", "attnres_multimodal"):
-    conversion_mapping.register_checkpoint_conversion_mapping(model_type, _BaseConversions(), overwrite=True)
+for _model_type in ("attnres", "attnres_multimodal"):
+    conversion_mapping.register_checkpoint_conversion_mapping(_model_type, _BaseConversions(), overwrite=True)
 
 
 # Documented by its base, as those below. trf-ignore: TRF057

@@ -20,7 +20,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_
 
 from .configuration_attnres import AttnResConfig
 from .generation_attnres import AttnResGenerationMixin
-from .modeling_attnres import AttnResModel, AttnResPreTrainedModel
+from .modeling_attnres import AttnResModel, AttnResPreTrainedModel, class_by_name
 
 
 class AttnResMultimodalConfig(PreTrainedConfig):
@@ -127,6 +127,7 @@ class AttnResForConditionalGeneration(AttnResPreTrainedModel, AttnResGenerationM
 
     @classmethod
     def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        config_class_of(base_model_type)  # which says so if there is none
         return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[base_model_type]]
 
     def post_init(self):
@@ -148,4 +149,5 @@ class AttnResForConditionalGeneration(AttnResPreTrainedModel, AttnResGenerationM
         return self.get_submodule(self.trunk_name)
 
 
+__getattr__ = functools.partial(class_by_name, globals())
 __all__ = ["AttnResForConditionalGeneration", "AttnResMultimodalConfig"]

@@ -111,7 +111,7 @@ class LiteralDefinition(TorchDispatchMode):
 
 def literal_logits(native, model, input_ids, **kwargs):
     """What an AttnRes model should compute, with its base's native model of the same weights: logits and weights."""
-    queries, config = model.base_model.depth_queries, model.config
+    queries, config = model.trunk.depth_queries, model.trunk.config
     layers = next(
         module
         for module in native.modules()

@@ -8,9 +8,10 @@ import pickle
 import pytest
 import torch
 from decoder_configs import DECODERS
-from literal_definition import LiteralDefinition
+from literal_definition import literal_logits
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
+from tiny_models import TINY
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -30,17 +31,7 @@ from attnres.conversion import convert, revert
 
 
 IMAGE = 90  # the token that an image takes the place of
-TEXT = {
-    "vocab_size": 97,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "initializer_range": 0.1,
-    "pad_token_id": 0,
-}
+TEXT = {**TINY, "head_dim": 8}
 VISION = {
     "hidden_size": 16,
     "intermediate_size": 24,
@@ -155,22 +146,11 @@ def test_images_go_through_unchanged(model_type, converted):
         assert (model(**inputs).logits - expected).abs().max() < 1e-12 * expected.abs().max()
 
         randomize_queries(model)
-        queries, config = model.trunk.depth_queries, model.config.text_config
-        layers = base.get_submodule(model.trunk_name).layers
-        definition = LiteralDefinition(
-            layers[0],
-            queries.query.double(),
-            queries.key_norm.double(),
-            config.attn_res_block_size,
-            config.attn_res_norm_eps,
-            sums=True,
-        )
-        with definition:
-            expected = base(**inputs).logits
+        expected, weights = literal_logits(base, model, **inputs)
         outputs = model(**inputs, output_depth_attentions=True, output_hidden_states=True)
         assert (outputs.logits - without).abs().max() > 1e-2
         assert (outputs.logits - expected).abs().max() < 1e-12 * expected.abs().max()
-    assert len(outputs.depth_attentions) == config.num_sites
+    assert len(outputs.depth_attentions) == len(weights) == model.config.text_config.num_sites
     assert outputs.depth_attentions[-1].shape == (*inputs["input_ids"].shape, 4)
     assert all(type(state) is torch.Tensor for state in outputs.hidden_states)
 
@@ -235,6 +215,8 @@ def test_config(model_type, converted):
     assert config.to_base_config().to_dict() | {"_name_or_path": None} == base.to_dict() | {"_name_or_path": None}
     for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert type(copied) is type(config) and copied.to_dict() == config.to_dict()
+    model_class = type(AutoModelForImageTextToText.from_pretrained(converted[1]))
+    assert pickle.loads(pickle.dumps(model_class)) is model_class
     made = attnres.AttnResMultimodalConfig(**json.loads((converted[1] / "config.json").read_text()))
     assert made.to_dict() | {"_name_or_path": None} == config.to_dict() | {"_name_or_path": None}
 
@@ -316,7 +298,11 @@ REFUSED = {
 }
 
 
-def test_a_config_without_a_base():
+def test_a_config_of_another_kind():
+    with pytest.raises(
+        ValueError, match="`base_model_type='llama'` is not supported: transformers has no model of images"
+    ):
+        attnres.AttnResForConditionalGeneration(attnres.AttnResConfig(base_model_type="llama"))
     with pytest.raises(ValueError, match="`base_model_type=None` is not supported"):
         attnres.AttnResMultimodalConfig()
 
