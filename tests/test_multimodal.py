@@ -11,6 +11,7 @@ from decoder_configs import DECODERS
 from literal_definition import literal_logits
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
+from safetensors.torch import load_file, save_file
 from tiny_models import TINY
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -312,6 +313,79 @@ def test_refused(model_type):
     fields, reason = REFUSED[model_type]
     with pytest.raises(ValueError, match=reason):
         attnres.AttnResMultimodalConfig.from_base_config(AutoConfig.for_model(model_type, **fields))
+
+
+def edit_config(folder, *path, value=None):
+    config = json.loads((folder / "config.json").read_text())
+    *parents, last = path
+    part = config
+    for name in parents:
+        part = part[name]
+    part[last] = value
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+def without_tensor(folder, ending):
+    path = folder / "model.safetensors"
+    save_file({name: t for name, t in load_file(path).items() if not name.endswith(ending)}, path, {"format": "pt"})
+
+
+# What is done to a base or to its conversion, and what has to be said of it
+DAMAGED_BASES = {
+    "no layers": (("text_config", "num_hidden_layers", 0), r"`num_hidden_layers` \(0\) must be equal to"),
+    "too many layers": (("text_config", "num_hidden_layers", 10**12), "`num_hidden_layers` .* must be equal to"),
+    "activation": (("text_config", "hidden_activation", "nothing"), "`hidden_activation='nothing'` must be one of"),
+    "epsilon": (("text_config", "rms_norm_eps", -1.0), "`rms_norm_eps=-1.0` must be a number >= 0 and below 1"),
+    "wider": (("text_config", "hidden_size", 64), "tensors are missing or have another shape"),
+    "wider vision": (("vision_config", "hidden_size", 32), "tensors are missing or have another shape"),
+    "text_config is a word": (("text_config", "x"), "no causal language model|is not valid|is not supported"),
+    "other language model": (("text_config", "model_type", "gpt2"), "is not|tensors are missing"),
+    "other class": (("architectures", ["LlamaForCausalLM"]), "must be one of Gemma3ForConditionalGeneration"),
+    "dtype": (("dtype", 3), "dtype"),
+    "no embedding": ("embed_tokens.weight", "has 0 tensors named `...embed_tokens.weight`"),
+    "no vision norm": ("vision_tower.post_layernorm.weight", "tensors are missing"),
+}
+DAMAGED_CONVERSIONS = {
+    "no base": (("base_model_type", None), "`base_model_type=None` is not supported"),
+    "base of text": (("base_model_type", "llama"), "transformers has no model of images and text of this type"),
+    "base is ours": (("base_model_type", "attnres_multimodal"), "is not supported"),
+    "base is a number": (("base_model_type", 3), "`base_model_type=3` is not supported"),
+    "fewer sublayers": (("text_config", "attn_res_block_size", 0), "`attn_res_block_size=0` must be"),
+    "text_config without reads": (("text_config", "num_hidden_layers", 2), "`num_hidden_layers` .* must be equal to"),
+}
+
+
+@pytest.mark.parametrize("kind", DAMAGED_BASES)
+def test_damaged_bases(kind, tmp_path):
+    damage, message = DAMAGED_BASES[kind]
+    make_base("gemma3").save_pretrained(tmp_path / "base")
+    if isinstance(damage, str):
+        without_tensor(tmp_path / "base", damage)
+    else:
+        edit_config(tmp_path / "base", *damage[:-1], value=damage[-1])
+    with pytest.raises(ValueError, match=message) as error:
+        convert(tmp_path / "base", tmp_path / "attnres")
+    assert "\n" not in str(error.value) and [path.name for path in tmp_path.iterdir()] == ["base"]
+
+
+@pytest.mark.parametrize("kind", DAMAGED_CONVERSIONS)
+def test_damaged_conversions(kind, tmp_path):
+    damage, message = DAMAGED_CONVERSIONS[kind]
+    make_base("gemma3").save_pretrained(tmp_path / "base")
+    convert(tmp_path / "base", tmp_path / "attnres", verify=False)
+    edit_config(tmp_path / "attnres", *damage[:-1], value=damage[-1])
+    with pytest.raises(ValueError, match=message) as error:
+        revert(tmp_path / "attnres", tmp_path / "back")
+    assert "\n" not in str(error.value) and not (tmp_path / "back").exists()
+
+
+def test_the_class_of_the_base_loses_no_queries_in_silence(converted):
+    """It makes the language model of `text_config`, with reads; or it names the class of it, and says what is left."""
+    base_class = type(AutoModelForImageTextToText.from_pretrained(converted[1])).base_class
+    model, info = base_class.from_pretrained(converted[1], output_loading_info=True)
+    reads = any(isinstance(module, attnres.AttnResModel) for module in model.modules())
+    left = {name.rpartition(".")[2] for name in info["unexpected_keys"]}
+    assert left == (set() if reads else {"query", "key_norm"})
 
 
 def test_what_is_done_with_models(tmp_path, run_attnres, capsys):
