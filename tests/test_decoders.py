@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 from decoder_configs import DECODERS, NOT_DECODERS, decoder_config
-from family_survey import survey
+from family_survey import Survey, survey
+from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
@@ -100,6 +101,23 @@ def test_decoder(model_type):
     assert found["sublayers"] == [per_layer] * 4
     of_conversion = {"equal": True, "sublayers": 4 * per_layer, "same_weights": True, "changed_fields": []}
     assert found["conversion"] == of_conversion
+
+
+# A property of its config is asked for in the forward pass; it scales the stream, and reads without the block cache
+@pytest.mark.parametrize("model_type", ["bamba", "beam"])
+def test_compile(model_type):
+    if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        pytest.skip("not in this version of transformers")
+    found = Survey(model_type).measure_compile()
+    assert found["base"] < 1e-5 and found["attnres"] < 1e-5, found
+
+
+def test_layer_types_that_only_the_base_knows():
+    config = decoder_config("nemotron_h")
+    assert "mlp" in config.layer_types
+    assert AttnResConfig.from_base_config(config).to_base_config().layer_types == config.layer_types
+    with pytest.raises(StrictDataclassError, match="contains invalid types: {'nothing'}"):
+        AttnResConfig(base_model_type="nemotron_h", layers_block_type=["nothing"])
 
 
 @pytest.mark.parametrize("model_type", ["opt", "mamba"])  # its layers flatten the tokens; it has one sublayer a layer
