@@ -335,7 +335,7 @@ def _with_depth_attentions(base_forward: Callable) -> Callable:
     def forward(self, *args, output_depth_attentions: bool | None = None, depth_recorder=None, **kwargs):
         outer = getattr(_HANDED, "value", None)
         if outer is not None and outer[0] is self.trunk:  # called by the model with a head: it has seen to all
-            return _with_tensors(base_forward(self, *args, **kwargs))
+            return base_forward(self, *args, **kwargs)
         if output_depth_attentions is None:
             output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
         if output_depth_attentions and depth_recorder is None:

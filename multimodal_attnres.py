@@ -84,9 +84,6 @@ class AttnResMultimodalConfig(PreTrainedConfig):
         base_config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[base_class].__name__]
         return base_config
 
-    def to_diff_dict(self) -> dict:
-        return self.to_dict()  # what is a default in `text_config` depends on its base
-
 
 @functools.cache
 def config_class_of(base_model_type: str) -> type[AttnResMultimodalConfig]:

@@ -222,6 +222,16 @@ def test_config(model_type, converted):
     assert made.to_dict() | {"_name_or_path": None} == config.to_dict() | {"_name_or_path": None}
 
 
+def test_what_is_another_base_s_default_is_written(tmp_path):
+    """transformers leaves out of a file what a new config of the same class has: that of a Llama."""
+    llama = AutoConfig.for_model("llama").to_dict()
+    text = {name: llama[name] for name in ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")}
+    base = AutoConfig.for_model("gemma3", text_config=text)
+    attnres.AttnResMultimodalConfig.from_base_config(base, block_size=8).save_pretrained(tmp_path)
+    loaded = AutoConfig.from_pretrained(tmp_path).text_config
+    assert {name: getattr(loaded, name) for name in text} == text and loaded.attn_res_block_size == 8
+
+
 def test_processor_and_pipeline(tmp_path):
     """Files that do not name their processor's class, which is then found by the type of the model."""
     words = {word: index for index, word in enumerate(["<pad>", "<unk>", *"abcdefghijklmnop"])}
