@@ -67,12 +67,13 @@ def record(results: dict) -> dict:
         elif "refused" in found:
             refused[name] = reason(found["refused"])
         else:
+            converted = found.get("conversion", {})
             supported[name] = {
                 "additions": sorted(set(found["sublayers"])),
                 **{key: rounded(found[key]) for key in ERRORS},
                 "cached": [rounded(found["generation"].get(key)) for key in ("attnres", "base")],
                 "padded": [rounded(found["padding"].get(key)) for key in ("attnres", "base")],
-                "converted": found["conversion"].get("equal") is found["conversion"].get("same_weights") is True,
+                "converted": converted.get("equal") is converted.get("same_weights") is True,
                 "saved": found["save_and_load"].get("difference") == 0,
                 "kv_cache": found["kv_cache"],
                 "packing": found["packing"].get("reason", "") is None,

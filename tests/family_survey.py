@@ -16,6 +16,7 @@ import os
 import sys
 import tempfile
 import traceback
+from collections.abc import Sequence
 from pathlib import Path
 
 
@@ -299,11 +300,11 @@ def message(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error)[:400]} ({place})"
 
 
-def survey(model_type: str) -> dict:
-    results = measure(model_type, all_in_fp64())
+def survey(model_type: str, leave_out: Sequence[str] = ()) -> dict:
+    results = measure(model_type, all_in_fp64(), leave_out)
     if "Double" in str(results):  # products in groups of experts are not there in fp64
-        results = measure(model_type, contextlib.nullcontext())
-    if "refused" not in results and "error" not in results:
+        results = measure(model_type, contextlib.nullcontext(), leave_out)
+    if "refused" not in results and "error" not in results and "conversion" not in leave_out:
         try:
             results["conversion"] = convert_and_revert(model_type)
         except Exception as error:
@@ -327,7 +328,7 @@ def convert_and_revert(model_type: str) -> dict:
         }
 
 
-def measure(model_type: str, precision) -> dict:
+def measure(model_type: str, precision, leave_out: Sequence[str]) -> dict:
     results = {}
     with precision:
         try:
@@ -342,7 +343,7 @@ def measure(model_type: str, precision) -> dict:
         names = [name for name in dir(measured) if name.startswith("measure_")]
         for name in names:
             key = name.removeprefix("measure_")
-            if key not in results:
+            if key not in results and key not in leave_out:
                 try:
                     results[key] = getattr(measured, name)()
                 except Exception as error:

@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 import torch
 from decoder_configs import DECODERS, NOT_DECODERS, decoder_config
+from families_page import ERRORS, FLAGS, record
 from family_survey import Survey, survey
 from huggingface_hub.errors import StrictDataclassError
+from tiny_models import FAMILIES
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
@@ -101,6 +103,22 @@ def test_decoder(model_type):
     assert found["sublayers"] == [per_layer] * 4
     of_conversion = {"equal": True, "sublayers": 4 * per_layer, "same_weights": True, "changed_fields": []}
     assert found["conversion"] == of_conversion
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", sorted({*SUPPORTED} - {*SPREAD, *FAMILIES}))
+def test_every_decoder(model_type):
+    """What is measured now is what the page says, and rounding is no more than rounding."""
+    found = survey(model_type, leave_out=["compile", "conversion"])  # which take most of the time
+    assert "error" not in found and "refused" not in found, found
+    actual, recorded = record({model_type: found})["supported"][model_type], SUPPORTED[model_type]
+    for name in ("additions", "saved", "kv_cache", "packing", "fp64", *FLAGS):
+        assert actual[name] == recorded[name], name
+    rounding = ROUNDING if actual["fp64"] else 1e-4  # of a tiny model with large weights
+    assert all(actual[name] is None or actual[name] < rounding for name in ERRORS)
+    assert found["moved"] > 1e-2 and found["gradients"]["lost"] == []
+    for of_model, of_base in (actual["cached"], actual["padded"]):  # where those of the base are the same
+        assert of_model is None or of_base > rounding or of_model < rounding
 
 
 # A property of its config is asked for in the forward pass; it scales the stream, and reads without the block cache
