@@ -5,6 +5,7 @@ The text is the Python standard library's own source, which is on every machine,
 which torch brings. Files are held out by their name, so that what the models are compared on was not trained on.
 """
 
+import itertools
 import json
 import random
 import shutil
@@ -31,6 +32,7 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
+from transformers.utils.logging import disable_progress_bar
 
 from .conversion import Checkpoint, convert, open_checkpoint, revert
 
@@ -111,7 +113,12 @@ def train_base_model(folder: Path, steps: int):
         use_cpu=True,
         seed=0,
     )
-    rows = [{"input_ids": ids, "labels": ids} for ids in windows(tokenizer, train, CONTEXT)]
+    random.Random(0).shuffle(train)
+    num_needed, texts = steps * 16 * CONTEXT, iter(train)
+    ids = torch.empty(0, CONTEXT, dtype=torch.long)
+    while ids.numel() < num_needed and (some := list(itertools.islice(texts, 50))):
+        ids = torch.cat([ids, windows(tokenizer, some, CONTEXT)])
+    rows = [{"input_ids": row, "labels": row} for row in ids]
     Trainer(model=model, args=arguments, train_dataset=rows).train()
     save(folder / "base", model, tokenizer)
 
@@ -244,49 +251,54 @@ def tokens_per_second(candidates: dict[str, torch.nn.Module], input_ids: torch.T
     return {name: 64 / seconds for name, seconds in fastest.items()}
 
 
-def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
-    """See `attnres demo --help`."""
-    from . import training  # noqa: F401 parts that need extras; a missing one shows before work starts
-    from .eval import evaluate
-    from .eval.report import scores
-    from .inspection import inspect
+def base_model(model: str | None, output: Path, steps: int) -> str | Path:
+    """The checkpoint to convert: the one that is given, or that of the demo, which is trained if it is not there."""
+    if model is not None:
+        return model
+    # Matrices are so small that a second thread is no faster, and on a busy machine the threads wait for each other:
+    # with two of them a step of training then took ten times as long
+    torch.set_num_threads(1)
+    console.rule("A PreNorm model")
+    if (output / "base").exists():
+        console.print(f"Using the base model in {output / 'base'} (delete the folder to train it again).")
+    else:
+        train_base_model(output, steps)
+    return output / "base"
 
-    if output.is_file():
-        raise ValueError(f"`--output {output}` is a file; name a folder.")
-    start = time.perf_counter()
-    base_path = model
-    if model is None:
-        base_path = output / "base"
-        if base_path.exists():
-            console.print(f"Using the base model in {base_path} (delete the folder to train it again).")
-        else:
-            train_base_model(output, steps)
 
+def convert_and_revert(base: str | Path, output: Path, num_blocks: int):
+    console.rule("Converted, and back")
     for name in ("attnres", "reverted"):
         if (output / name / "conversion_report.json").exists():  # of an earlier run
             shutil.rmtree(output / name)
-    console.print(f"\nConverting {base_path} ...")
-    report = convert(base_path, output / "attnres", num_blocks=num_blocks)
+    console.print(f"Converting {base} ...")
+    report = convert(base, output / "attnres", num_blocks=num_blocks)
     console.print(Markdown(report.to_markdown()))
     console.print("Reverting it ...")
     revert(output / "attnres", output / "reverted", verify=False)
-    originals, reverted = (read_tensors(open_checkpoint(path)) for path in (base_path, output / "reverted"))
+    originals, reverted = (read_tensors(open_checkpoint(path)) for path in (base, output / "reverted"))
     if originals.keys() != reverted.keys() or any(
         not torch.equal(*(tensors[name].flatten().view(torch.uint8) for tensors in (originals, reverted)))
         for name in originals
     ):
         raise ValueError("The reverted checkpoint is not the one that was converted; please report this.")
     console.print(f"All {len(originals)} tensors of the base are back, bit for bit.")
-    del originals, reverted
 
-    tokenizer = AutoTokenizer.from_pretrained(base_path)
+
+def compare(base: str | Path, converted: Path, held_out: list[str]):
+    """Print the loss, continuations and speed of both models.
+
+    Raises:
+        ValueError: if the AttnRes model computes something else.
+    """
+    console.rule("The same function")
+    tokenizer = AutoTokenizer.from_pretrained(base)
     candidates = {
-        "PreNorm": AutoModelForCausalLM.from_pretrained(base_path, dtype=torch.float32),
-        "AttnRes": AutoModelForCausalLM.from_pretrained(output / "attnres", dtype=torch.float32),
+        "PreNorm": AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
+        "AttnRes": AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32),
     }
-    _, held_out = standard_library()
     losses, difference = held_out_loss(candidates, windows(tokenizer, held_out, CONTEXT)[:HELD_OUT_WINDOWS])
-    console.print("\nGreedy continuations of the AttnRes model:")
+    console.print("Greedy continuations of the AttnRes model:")
     unchanged = 0
     for prompt in PROMPTS:
         inputs = tokenizer(prompt, return_tensors="pt", add_special_tokens=False)
@@ -299,17 +311,26 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
         console.print("---")
     speeds = tokens_per_second(candidates, inputs.input_ids)
 
-    table = Table("", *candidates, title="The same function")
+    table = Table("", *candidates)
     table.add_row("held-out loss", *(f"{losses[name]:.6f}" for name in candidates))
     table.add_row("parameters", *(f"{candidate.num_parameters():,}" for candidate in candidates.values()))
     table.add_row("tokens/s, greedy", *(f"{speeds[name]:.1f}" for name in candidates))
     console.print(table)
-    if model is None:
-        console.print("(A step of so small a model is mostly Python; for a real shape see `attnres bench`.)")
-    console.print("\nThe same comparison by `attnres eval`, on held-out source:")
+    console.print("(A step of a small model is mostly Python; for a real shape see `attnres bench`.)")
+    console.print(f"Largest difference of a logit: {difference:.1e} (fp32)")
+    console.print(f"Greedy continuations unchanged: {unchanged} of {len(PROMPTS)}")
+    if unchanged < len(PROMPTS) or abs(losses["PreNorm"] - losses["AttnRes"]) > 1e-4:
+        raise ValueError("The AttnRes model does not compute what its base computes; please report this.")
+
+
+def evaluate_both(base: str | Path, converted: Path, output: Path, held_out: list[str]):
+    from .eval import evaluate
+    from .eval.report import scores
+
+    console.rule("The same scores, by `attnres eval` on held-out source")
     suite = write_benchmark(output / "benchmark", held_out)
     results = evaluate(
-        [str(base_path), str(output / "attnres")],
+        [str(base), str(converted)],
         output / "eval",
         suite=suite,
         include_path=suite.parent,
@@ -317,34 +338,82 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
         batch_size=16,
     )
     console.print(scores(results))
+
+
+def shaded(weight: float) -> str:
+    return f"[black on rgb({255 - int(200 * weight)},{255 - int(110 * weight)},255)] {weight:.2f} [/]"
+
+
+def depth_weights(output: Path, held_out: list[str]):
+    """Measure what the models read before and after fine-tuning, and print a heat map of the latter."""
+    from .inspection import inspect
+
+    console.rule("What each read takes from where, after fine-tuning")
+    inspect(
+        [str(output / "attnres"), str(output / "finetuned/attnres/final")],
+        output / "depth",
+        text="\n".join(held_out),
+        max_tokens=4096,
+        length=CONTEXT,
+        batch_size=16,
+        device="cpu",
+    )
+    sites = json.loads((output / "depth/depth.json").read_text())["models"][-1]["sites"]
+    sources = list(dict.fromkeys(source for site in sites for source in site["sources"] if source != "partial"))
+    sources.append("partial")
+    table = Table("read", *sources, box=None)
+    for site in sites:
+        name = site["kind"] if site["kind"] == "final" else f"{site['kind']} {site['layer']}"
+        weights = dict(zip(site["sources"], site["weights"]))
+        table.add_row(name, *(shaded(weights[source]) if source in weights else "" for source in sources))
+    console.print(table)
+    console.print("Before it every read took all of its sources alike; each row is one read, and adds up to 1.")
+
+
+def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
+    """See `attnres demo --help`."""
+    from . import eval, inspection, training  # noqa: F401 parts with extras; a missing one shows before work starts
+
+    if output.is_file():
+        raise ValueError(f"`--output {output}` is a file; name a folder.")
+    start = time.perf_counter()
+    disable_progress_bar()  # of loading and saving, which take no time here
+    base, converted = base_model(model, output, steps), output / "attnres"
+    convert_and_revert(base, output, num_blocks)
+    _, held_out = standard_library()
+    compare(base, converted, held_out)
+    evaluate_both(base, converted, output, held_out)
     if model is None:
         shutil.rmtree(output / "finetuned", ignore_errors=True)
-        console.print()
-        finetuned = finetune_both(base_path, output / "attnres", output / "finetuned", steps=max(1, steps // 5))
+        console.rule("Both fine-tuned")
+        finetuned = finetune_both(base, converted, output / "finetuned", steps=max(1, steps // 5))
         table = Table("held-out loss", *finetuned, title="What fine-tuning makes of them")
         for i, label in ((0, "before"), (-1, "after")):
             table.add_row(label, *(f"{losses[i]:.4f}" for losses in finetuned.values()))
         console.print(table)
         console.print("(One short run of a tiny model. docs/results.md has a study with several seeds.)")
-        console.print("\nWhat both read from where, before and after fine-tuning ...")
-        inspect(
-            [str(output / "attnres"), str(output / "finetuned/attnres/final")],
-            output / "depth",
-            text="\n".join(held_out),
-            max_tokens=4096,
-            length=CONTEXT,
-            batch_size=16,
-            device="cpu",
-        )
-    console.print(f"Largest difference of a logit: {difference:.1e} (fp32)")
-    console.print(f"Greedy continuations unchanged: {unchanged} of {len(PROMPTS)}")
-    console.print(f"PreNorm checkpoint: {base_path}")
-    console.print(f"AttnRes checkpoint: {output / 'attnres'}, with its report and model card")
-    console.print(f"Reverted checkpoint: {output / 'reverted'}")
-    console.print(f"Evaluation: {output / 'eval'}, with its table and plot")
+        depth_weights(output, held_out)
+
+    console.rule(f"Done in {time.perf_counter() - start:.0f} s")
+    written = [
+        ("PreNorm checkpoint", base, ""),
+        ("AttnRes checkpoint", converted, "with its report and model card"),
+        ("Reverted checkpoint", output / "reverted", ""),
+        ("Evaluation", output / "eval", "with its table and plot"),
+    ]
     if model is None:
-        console.print(f"Fine-tuned checkpoints: {output / 'finetuned'}, with their curves in loss.png")
-        console.print(f"Depth weights: {output / 'depth'}, with the heat map weights.png and the page index.html")
-    console.print(f"Done in {time.perf_counter() - start:.0f} s.")
-    if unchanged < len(PROMPTS) or abs(losses["PreNorm"] - losses["AttnRes"]) > 1e-4:
-        raise ValueError("The AttnRes model does not compute what its base computes; please report this.")
+        written += [
+            ("Fine-tuned checkpoints", output / "finetuned", "their curves are in loss.png"),
+            ("Depth weights", output / "depth", "open index.html in a browser"),
+        ]
+    table = Table(box=None, show_header=False)
+    for row in written:
+        table.add_row(*map(str, row))
+    console.print(table)
+    console.print("\nTry next:")
+    for command in (
+        f"attnres inspect {converted} --file your.txt -o {output / 'yours'}",
+        f"attnres finetune training/configs/laptop_cpu.yaml model={converted} dataset=your.jsonl",
+        "attnres convert YOUR_MODEL your-attnres --num-blocks 8",
+    ):
+        console.print(f"  {command}", style="bold", soft_wrap=True)

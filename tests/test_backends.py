@@ -545,6 +545,7 @@ for kernel in [kernel for name, kernel in vars(triton_kernels).items() if name.e
 """
 
 
+@pytest.mark.slow
 @needs_triton
 def test_kernels_compile_for_a_gpu(tmp_path):
     """To machine code for Hopper, which needs no GPU, with rows in loads and stores of 16 bytes.
@@ -615,6 +616,7 @@ def test_time_of_a_trial():
     assert torch.equal(state, torch.get_rng_state())
 
 
+@pytest.mark.slow
 def test_environment_variable(tmp_path):
     def run_env(**environment):
         command = [sys.executable, "-m", "attnres", "env"]

@@ -47,6 +47,7 @@ def test_bench(tmp_path):
     assert (tmp_path / "bench.md").read_text() == before and (tmp_path / "bench.png").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not TELLS_PEAKS, reason="the peak of a process is told by Linux, and not in every container")
 def test_peak_memory():
     """Two tensors at once, and a third that stays from the first call on. The allocator is that of a whole process."""

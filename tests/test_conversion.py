@@ -15,7 +15,7 @@ import torch
 from decoder_configs import decoder_config
 from rounding import UpToRounding
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, randomize_queries, tiny_base_model
+from tiny_models import EVERY_FAMILY, randomize_queries, tiny_base_model
 from tiny_models import convert as convert_in_memory
 from transformers import (
     AutoConfig,
@@ -72,7 +72,7 @@ def assert_same_tensors(actual, expected):
         assert actual[name].dtype == expected[name].dtype and torch.equal(actual[name], expected[name]), name
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_family(family, tmp_path):
     """Convert with its verification, and revert to the same bytes."""
     tiny_base_model(family).save_pretrained(tmp_path / "base")
@@ -205,7 +205,9 @@ OTHER_HEADS = [
 ]
 
 
-@pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gpt_neox"])
+@pytest.mark.parametrize(
+    "model_type", ["qwen3", *(pytest.param(t, marks=pytest.mark.slow) for t in ("gpt2", "gpt_neox"))]
+)
 @pytest.mark.parametrize("kind", ["trunk", "classifier"])
 def test_other_heads(kind, model_type, tmp_path):
     base_model = AutoModelForCausalLM.from_config(decoder_config(model_type)).eval()
@@ -266,6 +268,7 @@ def quantize_fp8(loaded):
         loaded[f"{name}_scale_inv"] = scales.squeeze((1, 3)).clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, kwargs, quantize, quantization_config",
     [
@@ -318,10 +321,14 @@ def broken(folder, tmp_path, change):
     "name, place",
     [
         ("model.layers.2.self_attn.v_proj.weight", "`layers.2.post_attention_layernorm`"),
-        ("model.layers.1.mlp.down_proj.weight", "`layers.2.input_layernorm`"),
-        ("model.layers.3.post_attention_layernorm.weight", "`layers.3.post_attention_layernorm`"),
-        ("model.norm.weight", "`norm`"),
-        ("lm_head.weight", "the language-modelling head"),
+        pytest.param("model.layers.1.mlp.down_proj.weight", "`layers.2.input_layernorm`", marks=pytest.mark.slow),
+        pytest.param(
+            "model.layers.3.post_attention_layernorm.weight",
+            "`layers.3.post_attention_layernorm`",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param("model.norm.weight", "`norm`", marks=pytest.mark.slow),
+        pytest.param("lm_head.weight", "the language-modelling head", marks=pytest.mark.slow),
     ],
 )
 def test_verify_names_the_first_difference(name, place, base, tmp_path):
@@ -719,6 +726,7 @@ def test_two_at_once(base, tmp_path):
     convert(base, tmp_path / "attnres", verify=False)
 
 
+@pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
     """SIGKILL at 50 random moments: nothing or everything is there, the source is untouched, and a rerun works."""
     source, destination = tmp_path / "base", tmp_path / "attnres"

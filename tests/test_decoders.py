@@ -75,7 +75,10 @@ def test_every_tensor_of_the_real_size(model_type):
     assert not changed
 
 
-@pytest.mark.parametrize("model_type", SPREAD)
+@pytest.mark.parametrize(
+    "model_type",
+    [t if t in ("gpt_neox", "cohere2") else pytest.param(t, marks=pytest.mark.slow) for t in SPREAD],
+)
 def test_decoder(model_type):
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         pytest.skip("not in this version of transformers")
@@ -122,6 +125,7 @@ def test_every_decoder(model_type):
 
 
 # A property of its config is asked for in the forward pass; it scales the stream, and reads without the block cache
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", ["bamba", "beam"])
 def test_compile(model_type):
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:

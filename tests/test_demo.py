@@ -16,6 +16,7 @@ def attnres(*args) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "attnres.cli", *map(str, args)], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_demo_and_its_rerun(tmp_path):
     first = attnres("demo", "--output", tmp_path / "out", "--steps", 3)
     assert first.returncode == 0, first.stderr
@@ -51,6 +52,7 @@ def test_demo_and_its_rerun(tmp_path):
     assert type(model).__name__ == "AttnResForCausalLM" and model.config.attn_res_block_size == 1
 
 
+@pytest.mark.slow
 def test_demo_on_a_checkpoint(tmp_path):
     tokenizer = train_tokenizer(["def main():\n    return 0\n"] * 10, vocab_size=300)
     tiny_base_model("mixtral", vocab_size=len(tokenizer)).save_pretrained(tmp_path / "mine")

@@ -94,6 +94,7 @@ def quick_eval(paper, named_models, tmp_path):
     return run
 
 
+@pytest.mark.slow
 def test_right_and_wrong_answers_on_every_row(paper, named_models, tmp_path):
     """Through every prompt, filter and metric of the paper's table, generated programs included."""
     root, tasks = paper
@@ -120,6 +121,7 @@ def test_right_and_wrong_answers_on_every_row(paper, named_models, tmp_path):
         assert path.suffix == ".png" or path.read_bytes() == before[path.name]
 
 
+@pytest.mark.slow
 def test_chat_suite(paper, checkpoints, tmp_path):
     """Right and wrong answers through every prompt, filter and metric, in conversations with an example a turn."""
     root, tasks = paper
@@ -148,6 +150,7 @@ def test_chat_suite(paper, checkpoints, tmp_path):
             assert prompt.count("<user>") == prompt.count("<assistant>") == examples + 1, task
 
 
+@pytest.mark.slow
 def test_tasks_that_run_code_by_their_names(paper, checkpoints, tmp_path):
     """They say so themselves, also from within a group, and go the way of the rows of a suite."""
     root, tasks = paper
@@ -449,6 +452,7 @@ def test_gpqa_options_do_not_depend_on_the_process(paper, manager):
 LM_EVAL = "import attnres; from lm_eval.__main__ import cli_evaluate; cli_evaluate()"
 
 
+@pytest.mark.slow
 def test_lm_eval_runs_our_suites(checkpoints, paper, manager, tmp_path):
     """Through its own program, with the numbers of examples that the suites ask for."""
     import attnres.eval
@@ -575,6 +579,7 @@ def rows_without_runs(folder):
     return rows
 
 
+@pytest.mark.slow
 def test_adapters_templates_and_batches(checkpoints, paper, tmp_path):
     """What goes through to lm-eval's wrapper of transformers models."""
     base = tmp_path / "base"
@@ -620,6 +625,7 @@ def test_killed_inside_a_benchmark(checkpoints, paper, tmp_path):
     assert not list((tmp_path / "killed").rglob("*.answers"))
 
 
+@pytest.mark.slow
 def test_interrupted_by_the_user(checkpoints, paper, tmp_path):
     """SIGINT among the requests of a real process: no traceback, nothing half-written, nothing asked again."""
     arguments = ["--tasks", "hellaswag", "--data-root", paper[0], "--device", "cpu", "-o", tmp_path / "out"]
@@ -662,6 +668,7 @@ def test_interrupted_by_the_user(checkpoints, paper, tmp_path):
     assert row == whole
 
 
+@pytest.mark.slow
 def test_what_produced_a_row(checkpoints, paper, tmp_path, capsys, run_attnres):
     """Fingerprint, versions, options, command, settings of generation, raw responses, and what was cut off."""
     base = tmp_path / "base"
@@ -735,6 +742,7 @@ for wrong, kwargs in (("tester/nowhere", {}), ("tester/model", {"peft": "tester/
 """
 
 
+@pytest.mark.slow
 def test_what_is_recorded_of_the_hub_is_what_is_loaded(checkpoints, tmp_path):
     """Though the branches of model and adapter move between that and the loading."""
     for i in range(2):

@@ -8,7 +8,7 @@ import pytest
 import torch
 from rounding import UpToRounding
 from tiny_models import (
-    FAMILIES,
+    EVERY_FAMILY,
     Reference,
     convert,
     randomize_queries,
@@ -27,7 +27,7 @@ BLOCK_SIZES = [1, 2, 3, 8, 5]
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("num_tokens", [1, 5])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_norm_behind_a_read(family, num_tokens, dtype):
     """Where it is not the module, the block cache has the same numbers from fewer operations."""
     norm = tiny_base_model(family).to(dtype).model.layers[0].input_layernorm
@@ -45,7 +45,7 @@ def test_norm_behind_a_read(family, num_tokens, dtype):
 
 
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_family(family, block_size, input_ids, tmp_path):
     base_model = tiny_base_model(family)
     model = convert(base_model, block_size, attn_res_norm_eps=0.03)  # one that is seen
@@ -115,7 +115,7 @@ def test_dropout_is_that_of_the_base(family, dropouts, input_ids):
     assert relative_error(model(input_ids).logits, model.eval()(input_ids).logits) > 1e-2
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_config_round_trip(family, tmp_path):
     base_config = tiny_base_config(family, architectures=None)
     config = AttnResConfig.from_base_config(base_config, num_blocks=3)

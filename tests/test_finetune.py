@@ -120,6 +120,7 @@ def command(config: Path, *overrides):
     return [sys.executable, "-m", "attnres.cli", "finetune", str(config), *overrides]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["full", "lora"])
 def test_killed_and_resumed(folder, tmp_path, mode):
     """SIGKILL in the middle; run again, it comes to the same weights bit for bit."""
@@ -161,6 +162,7 @@ def test_a_finished_run_is_finished(folder, tmp_path):
         assert second.losses == first.losses and second.history[-1]["step"] == 6
 
 
+@pytest.mark.slow
 def test_early_stopping_goes_on_where_it_was(folder, tmp_path):
     """Stopped early, a run is finished too, and the model that is kept is the one whose loss is told."""
     stopping = {"early_stopping_patience": 1, "learning_rate": 3.0, "max_steps": 60, "eval_steps": 3}
@@ -180,6 +182,7 @@ def killed_runs(folder, *arguments):
     assert "all weights bit-identical" in result.stdout
 
 
+@pytest.mark.slow
 def test_kills_at_random_moments(tmp_path):
     killed_runs(tmp_path, "--kills", "2", "--cases", "queries-constant")
 
@@ -189,6 +192,7 @@ def test_kills_of_every_mode_and_schedule(tmp_path):
     killed_runs(tmp_path, "--kills", "10")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("moment", ["start", "training", "saving"])
 def test_interrupted(folder, tmp_path, moment):
     """SIGINT: one line, no traceback, exit code 130, and the run goes on when it is started again."""
@@ -225,6 +229,7 @@ def test_interrupted(folder, tmp_path, moment):
         assert finetune(config).history[-1]["step"] == 30
 
 
+@pytest.mark.slow
 def test_two_processes_match_one(folder, tmp_path):
     """DDP, and FSDP2 sharded at load: the loss curve of one process."""
     base = fields(folder, tmp_path / "one", save_strategy="no", query_learning_rate="auto")

@@ -10,7 +10,7 @@ import torch
 import yaml
 from datasets import Dataset
 from test_finetune import CHAT_TEMPLATE, fields, folder, write_jsonl  # noqa: F401 a fixture
-from tiny_models import FAMILIES, convert, randomize_queries, tiny_base_config, tiny_base_model
+from tiny_models import EVERY_FAMILY, convert, randomize_queries, tiny_base_config, tiny_base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResConfig
@@ -38,7 +38,7 @@ def slices(row):
     return zip(starts, [*starts[1:], len(row["position_ids"])])
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_packed_documents_do_not_see_each_other(family):
     """The logits of a document in a packed row are those of the document alone, up to rounding."""
     assert (cannot_pack(tiny_base_config(family)) is None) == (family not in STATEFUL)

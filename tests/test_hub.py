@@ -128,6 +128,7 @@ def test_push_and_load_without_the_package(hub, checkpoint, tmp_path):
     assert "My own words." in hub.files("tester/pushed")["README.md"].decode()
 
 
+@pytest.mark.slow
 def test_nothing_else_is_pushed(hub, checkpoint, tmp_path):
     """What lies in the folder and is not part of a checkpoint stays there, and is listed."""
     own = {path.name for path in checkpoint.iterdir()}
@@ -200,6 +201,7 @@ model.save_pretrained(sys.argv[2])
 """
 
 
+@pytest.mark.slow
 def test_model_push_to_hub(hub, checkpoint, tmp_path):
     model = randomize_queries(AutoModelForCausalLM.from_pretrained(checkpoint))
     model.save_pretrained(checkpoint)
@@ -224,6 +226,7 @@ for folder in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 def test_convert_from_the_hub(hub, checkpoint, tmp_path, tokenizer):
     other = tmp_path / "other"
     tiny_base_model("qwen3", seed=1, vocab_size=len(tokenizer)).save_pretrained(other)
@@ -327,6 +330,7 @@ def test_card_of_a_conversion(checkpoint, tmp_path):
     assert "the same function, up to rounding" in card.text and "| float32 |" in card.text
 
 
+@pytest.mark.slow
 def test_card_is_written_anew(hub, checkpoint):
     path = checkpoint / "README.md"
     card = ModelCard.load(path)
@@ -383,6 +387,7 @@ assert not model.is_remote_code()
 """
 
 
+@pytest.mark.slow
 def test_self_contained(hub, checkpoint, tmp_path):
     """Saved with the package, saved without it, in other blocks: the code stays. Its base does not have it."""
     folder = tmp_path / "self-contained"
@@ -424,6 +429,7 @@ assert torch.equal(model(torch.arange(3, 12)[None]).logits, torch.load(sys.argv[
 """
 
 
+@pytest.mark.slow
 def test_adapters_go_to_the_hub_and_back(hub, checkpoint, tmp_path):
     attnres(hub, "push", checkpoint, "tester/my-model")
     python(hub, PUSH_ADAPTER, tmp_path / "logits.pt")

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from rounding import UpToRounding
 from safetensors.torch import load_file, save_file
-from tiny_models import FAMILIES, convert, randomize_queries, relative_error, tiny_base_model
+from tiny_models import EVERY_FAMILY, convert, randomize_queries, relative_error, tiny_base_model
 from transformers import AutoModelForCausalLM
 
 from attnres.conversion import export_checkpoint, import_checkpoint
@@ -123,7 +123,7 @@ def test_kimi_computes_the_same(family, block_size, tmp_path, input_ids):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_kimi_round_trip(family, dtype, tmp_path):
     if family == "olmo":
         pytest.skip("its norms have no epsilon in the config")

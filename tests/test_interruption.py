@@ -82,6 +82,7 @@ def test_convert(moment, models, tmp_path):
     assert code == 130 and files(tmp_path) == set()
 
 
+@pytest.mark.slow
 def test_inspect(models, tmp_path):
     process = start(tmp_path, "inspect", models / "attnres", "-o", tmp_path / "out")
     wait_until(process, imports(process, "matplotlib"))  # it is drawing, or about to
@@ -90,6 +91,7 @@ def test_inspect(models, tmp_path):
     assert files(tmp_path) == set() if code == 130 else "out/index.html" in files(tmp_path)
 
 
+@pytest.mark.slow
 def test_push(models, tmp_path):
     with LoopbackHub(tmp_path / "hub") as hub:
         environment = {**hub.env(), "HF_TOKEN": hub.token, "HF_HUB_OFFLINE": "0"}
@@ -105,6 +107,7 @@ def test_push(models, tmp_path):
 BENCH = ("bench", "--shape", "tiny", "--pairs", "2", "--variants", "2", "-o", "out")
 
 
+@pytest.mark.slow
 def test_bench_keeps_what_it_measured(tmp_path):
     cases = ("--cases", "prefill-16,train-16,prefill-4096,prefill-8192")
     process = start(tmp_path, *BENCH, *cases)

@@ -4,7 +4,7 @@
 import pytest
 import torch
 from peft import IA3Config, LoraConfig, get_peft_model
-from tiny_models import FAMILIES, convert, randomize_queries, tiny_base_model
+from tiny_models import EVERY_FAMILY, convert, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM
 
 from attnres.training import lora_config
@@ -21,7 +21,7 @@ def adapted_modules(model, config):
     }
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_adapted_modules_are_those_of_the_base(family):
     for config in (LoraConfig, IA3Config):
         base_model = tiny_base_model(family)

@@ -3,6 +3,7 @@
 
 import math
 
+import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
@@ -92,6 +93,10 @@ FAMILIES = {
         "linear_num_heads": 4,
     },
 }
+
+# For `parametrize`: of each kind one with every change, the others in `make test-all`
+SPREAD = ("llama", "granite", "starcoder2", "qwen3_moe", "gpt_oss", "deepseek_v3", "qwen3_next")
+EVERY_FAMILY = [family if family in SPREAD else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 
 
 def tiny_base_config(family: str, **kwargs):
