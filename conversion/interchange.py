@@ -21,16 +21,12 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
+from ..checkpoint import QUERY_NAMES, Checkpoint, open_checkpoint, valid_config
 from ..configuration_attnres import AttnResConfig, base_config_class
-from .checkpoint import (
-    QUERY_NAMES,
-    Checkpoint,
-    check_destination,
-    open_checkpoint,
-    read_config_dict,
-    valid_config,
-)
-from .converter import ConversionReport, write_checkpoint
+from ..reports import ConversionReport
+from ..sources import read_config_dict
+from .files import check_destination
+from .writing import write_checkpoint
 
 
 # Of the modules with the query and the key norm: before attention, before the MLP, the final read

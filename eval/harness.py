@@ -29,8 +29,8 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 from transformers import AutoTokenizer, set_seed
 
-from ..conversion.checkpoint import hub_commit
 from ..fingerprint import checkpoint_fingerprint
+from ..sources import hub_commit
 from . import cruxeval
 from .saved import CachedLM, Finished, ModelResults
 

@@ -13,11 +13,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from .. import __version__
 from ..configuration_attnres import AttnResConfig
-from ..conversion.checkpoint import hub_commit, read_config_dict
 from ..conversion.parity import read_sample
 from ..depth_attention import num_sources
 from ..fingerprint import checkpoint_fingerprint
 from ..outputs import write_file
+from ..sources import hub_commit, read_config_dict
 from .effects import ablate, gradient_rms
 from .measure import DepthStatistics, check_is_attnres, measure, read_excerpt
 from .text import pieces, read_windows, tokens_of_dataset, tokens_of_text
