@@ -28,7 +28,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from .configuration_attnres import base_config_class
-from .sources import hub_can_be_reached, hub_errors, local_folder, read_config_dict, read_json
+from .sources import hub_can_be_reached, hub_errors_explained, local_folder, read_config_dict, read_json
 
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -83,7 +83,7 @@ class Checkpoint:
 
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
-        with valid_config(self.name):
+        with config_errors_explained(self.name):
             return AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
 
     @property
@@ -131,7 +131,7 @@ class Checkpoint:
 
     def _prefix_of_language_model(self) -> str:
         """Found by its embedding, as files may have other names than the model that is loaded from them."""
-        with valid_config(self.name), torch.device("meta"):
+        with config_errors_explained(self.name), torch.device("meta"):
             decoder = AutoModel.from_config(self.text_config)
         embedding = decoder.get_input_embeddings().weight
         name = next(name for name, parameter in decoder.named_parameters() if parameter is embedding)
@@ -183,7 +183,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
     folder, commit = local_folder(source, revision), None
     if folder is None:
         skipped = [f"*{suffix}" for suffix in OTHER_WEIGHTS - {".safetensors"}] + ["consolidated*"]
-        with hub_errors(source, revision):
+        with hub_errors_explained(source, revision):
             folder = Path(
                 snapshot_download(
                     str(source),
@@ -241,7 +241,7 @@ def refuse_links_out(checkpoint: Checkpoint, names: Iterable[str]):
 
 
 @contextlib.contextmanager
-def valid_config(name: str) -> Iterator[None]:
+def config_errors_explained(name: str) -> Iterator[None]:
     """A `ValueError` of one line that names the checkpoint, for whatever a bad config makes transformers raise."""
     try:
         yield

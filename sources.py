@@ -36,7 +36,7 @@ def read_config_dict(source: str | Path, revision: str | None = None) -> dict:
     """
     folder = local_folder(source, revision)
     if folder is None:
-        with hub_errors(source, revision):
+        with hub_errors_explained(source, revision):
             path = Path(
                 hf_hub_download(
                     str(source), "config.json", revision=revision, local_files_only=not hub_can_be_reached()
@@ -72,7 +72,7 @@ def hub_commit(source: str | Path, revision: str | None = None, file: str = "con
     """
     if local_folder(source, revision) is not None:
         return None
-    with hub_errors(source, revision):
+    with hub_errors_explained(source, revision):
         try:
             path = hf_hub_download(str(source), file, revision=revision, local_files_only=not hub_can_be_reached())
             return Path(path).parent.name
@@ -109,7 +109,7 @@ def local_folder(source: str | Path, revision: str | None) -> Path | None:
 
 
 @contextlib.contextmanager
-def hub_errors(source: str | Path, revision: str | None) -> Iterator[None]:
+def hub_errors_explained(source: str | Path, revision: str | None) -> Iterator[None]:
     """One line with the way out for what can go wrong with a repository."""
     try:
         yield

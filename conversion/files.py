@@ -39,7 +39,7 @@ def check_destination(destination: str | Path, source: str | Path) -> Path:
 
 
 @contextlib.contextmanager
-def whole_folder(path: Path, num_bytes: int) -> Iterator[Path]:
+def atomic_folder(path: Path, num_bytes: int) -> Iterator[Path]:
     """A hidden folder beside `path` to write to. It takes the place of `path` when all went well, or it is removed.
 
     Where a process was killed it stays, until the next one that writes to the same place.

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedConfig
 
-from ..checkpoint import QUERY_NAMES, Checkpoint, open_checkpoint, valid_config
+from ..checkpoint import QUERY_NAMES, Checkpoint, config_errors_explained, open_checkpoint
 from ..configuration_attnres import AttnResConfig, base_config_class
 from ..reports import ConversionReport
 from ..sources import read_config_dict
@@ -72,7 +72,7 @@ def import_checkpoint(source: str | Path, destination: str | Path, *, revision: 
             " `self_attention_res_proj` as in Kimi's naming."
         )
 
-    with valid_config(str(source)):
+    with config_errors_explained(str(source)):
         config = read_config(checkpoint)
 
     names = query_names(naming, config.num_hidden_layers)

@@ -22,7 +22,8 @@ from safetensors import safe_open
 
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..reports import Parity, VerificationReport
-from .running import loaded, norm_inputs_moved_by_one_ulp, norm_outputs, one_that_runs, quiet_loading, run
+from ..runtime import reason_against_device
+from .running import loaded, model_errors_explained, norm_inputs_moved_by_one_ulp, norm_outputs, quiet_loading, run
 
 
 WINDOW = 64
@@ -101,7 +102,7 @@ def run_reference(
     with (
         tqdm(total=(2 if dtype == own_dtype else 3) * len(windows), unit="window", desc="Running") as progress,
         quiet_loading(),
-        one_that_runs(first),
+        model_errors_explained(first),
     ):
         expected, moved = run(first, dtype, device, windows, progress, also_moved=True)
         rounding = largest_differences(moved, expected).median().item()
@@ -165,7 +166,7 @@ def compare_with(reference: Reference, second: Checkpoint, device: str = "auto")
     with (
         tqdm(total=passes * len(windows), unit="window", desc="Verifying") as progress,
         quiet_loading(),
-        one_that_runs(second),
+        model_errors_explained(second),
     ):
         actual, _ = run(second, reference_dtype, device, windows, progress)
         differences = largest_differences(actual, expected)
@@ -220,10 +221,9 @@ def compare_with(reference: Reference, second: Checkpoint, device: str = "auto")
 def check_device(device: str):
     """Raise a `ValueError` unless `from_pretrained` can put a model there."""
     if device not in ("auto", "balanced", "balanced_low_0", "sequential"):
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"`device={device!r}` cannot be used here: {str(error).splitlines()[0]}") from None
+        reason = reason_against_device(device)
+        if reason is not None:
+            raise ValueError(f"`device={device!r}` cannot be used here: {reason}")
 
 
 def read_sample() -> str:

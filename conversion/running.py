@@ -36,7 +36,7 @@ def quiet_loading() -> Iterator[list[str]]:
 
 
 @contextlib.contextmanager
-def one_that_runs(checkpoint: Checkpoint) -> Iterator[None]:
+def model_errors_explained(checkpoint: Checkpoint) -> Iterator[None]:
     """A `ValueError` of one line for whatever a model raises whose config and weights do not go together."""
     try:
         yield
@@ -115,7 +115,7 @@ def norms_of(model: PreTrainedModel) -> dict[str, nn.Module]:
 
 
 @contextlib.contextmanager
-def hooks(handles: list) -> Iterator[None]:
+def hooks_removed_afterwards(handles: list) -> Iterator[None]:
     try:
         yield
     finally:
@@ -132,7 +132,7 @@ def norm_inputs_moved_by_one_ulp(model: PreTrainedModel) -> contextlib.AbstractC
         moved = torch.nextafter(inputs[0], torch.where(up.bool(), torch.inf, -torch.inf).to(inputs[0].dtype))
         return moved, *inputs[1:]
 
-    return hooks([norm.register_forward_pre_hook(move) for norm in norms_of(model).values()])
+    return hooks_removed_afterwards([norm.register_forward_pre_hook(move) for norm in norms_of(model).values()])
 
 
 @contextlib.contextmanager
@@ -143,5 +143,5 @@ def norm_outputs(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
     def keep(name: str) -> Callable:
         return lambda norm, inputs, output: outputs.__setitem__(name, output.detach().float().cpu())
 
-    with hooks([norm.register_forward_hook(keep(name)) for name, norm in norms_of(model).items()]):
+    with hooks_removed_afterwards([norm.register_forward_hook(keep(name)) for name, norm in norms_of(model).items()]):
         yield outputs

@@ -18,7 +18,7 @@ from ..configuration_attnres import AttnResConfig
 from ..model_cards import CODE_FILES, code_files, inherited_metadata, write_model_card
 from ..reports import ConversionReport
 from .checks import check_tensors, depth_config, is_attnres
-from .files import copy_companions, whole_folder, write_weights
+from .files import atomic_folder, copy_companions, write_weights
 from .parity import check_device, check_finite_weights, compare_with, read_sample, read_windows, run_reference
 from .running import quiet_loading
 
@@ -55,7 +55,7 @@ def write_checkpoint(
     if verify:
         check_before_verifying(source, verify_text, device)
     tensor_bytes = sum(tensor.nbytes for tensor in add.values())
-    with whole_folder(path, tensor_bytes if link else source.num_bytes + tensor_bytes) as folder:
+    with atomic_folder(path, tensor_bytes if link else source.num_bytes + tensor_bytes) as folder:
         reference = run_reference(source, verify_text, device=device) if verify else None
         start = time.perf_counter()
         copy_companions(source, folder, names)

@@ -115,7 +115,7 @@ def evaluate(
         if is_first_process():
             report.keep_what_is_not_ours(output)
         saved = [ModelResults(output, model, options, versions()) for model in models]
-        with surroundings(data_root, allow_code_execution):
+        with evaluation_environment(data_root, allow_code_execution):
             finished, skipped = run(
                 saved,
                 benchmarks,
@@ -149,7 +149,7 @@ def prefetch(
         if not Path(model).is_dir():
             snapshot_download(model)
         there.append(model)
-    with surroundings(None, allow_code_execution=True):
+    with evaluation_environment(None, allow_code_execution=True):
         for benchmark in benchmarks:
             try:
                 load_tasks(benchmark, manager)
@@ -160,7 +160,7 @@ def prefetch(
 
 
 @contextlib.contextmanager
-def surroundings(data_root: str | Path | None, allow_code_execution: bool) -> Iterator[None]:
+def evaluation_environment(data_root: str | Path | None, allow_code_execution: bool) -> Iterator[None]:
     """A working directory in which data sets are found in `data_root`, and the metric of generated code is ours.
 
     `load_dataset("a/b")` takes a folder `a/b` of the working directory first, and so does `evaluate.load`. `datasets`
