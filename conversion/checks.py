@@ -58,6 +58,15 @@ def check_type(config_dict: dict):
         check_base_model_type(model_type)
 
 
+def refuse_multimodal(checkpoint: Checkpoint):
+    """Raise a `ValueError` for a model of images and text, where it is to be self-contained."""
+    if checkpoint.is_multimodal:
+        raise ValueError(
+            f"`{checkpoint.name}` cannot be self-contained: its language model is made by the code of its base, which"
+            " knows no code from a folder. Without, it loads where `attnres` is installed and imported."
+        )
+
+
 def refuse_other_naming(checkpoint: Checkpoint):
     """Raise a `ValueError` for an AttnRes checkpoint of another implementation, which has queries to be kept."""
     for name in checkpoint.weight_map:

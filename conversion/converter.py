@@ -21,6 +21,7 @@ from .checks import (
     check_type,
     depth_config,
     is_attnres,
+    refuse_multimodal,
     refuse_other_naming,
     refuse_trained_queries,
     refuse_unscaled_eps,
@@ -74,11 +75,8 @@ def convert(
     path = check_destination(destination, source)
     check_type(read_config_dict(source, revision))
     checkpoint = open_checkpoint(source, revision)
-    if checkpoint.is_multimodal and self_contained:
-        raise ValueError(
-            f"`{source}` cannot be self-contained: its language model is made by the code of its base, which knows no"
-            " code from a folder. Without, it loads where `attnres` is installed and imported."
-        )
+    if self_contained:
+        refuse_multimodal(checkpoint)
     refuse_other_naming(checkpoint)
     check_config(checkpoint)
     check_tensors(checkpoint)

@@ -27,7 +27,8 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from ..outputs import COLOURS, write_figure, write_file
-from .harness import Benchmark, EvalModel, EvalOptions
+from .benchmarks import Benchmark
+from .models import EvalModel, EvalOptions
 from .saved import Finished, ModelResults, output_folder, set_aside
 from .statistics import compare, holm, score
 

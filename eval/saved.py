@@ -27,7 +27,8 @@ from ..runtime import is_first_process
 
 
 if TYPE_CHECKING:
-    from .harness import Benchmark, EvalModel, EvalOptions
+    from .benchmarks import Benchmark
+    from .models import EvalModel, EvalOptions
 
 
 logger = logging.getLogger(__name__)

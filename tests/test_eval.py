@@ -26,15 +26,9 @@ from transformers import AutoModelForCausalLM
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.eval import EvalModel, EvalOptions, evaluate, evaluation_environment, load_suite
-from attnres.eval.harness import (
-    Benchmark,
-    Unavailable,
-    _sample,
-    in_sandbox,
-    load_model,
-    load_tasks,
-    task_manager,
-)
+from attnres.eval.benchmarks import Benchmark, Unavailable, in_sandbox, load_tasks, task_manager
+from attnres.eval.harness import _sample
+from attnres.eval.models import load_model
 from attnres.eval.report import rebuild
 from attnres.eval.sandbox import NoSandbox, Wall, reason_against
 from attnres.eval.saved import Finished, ModelResults
