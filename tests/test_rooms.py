@@ -14,8 +14,8 @@ ROOMS = (
     *("depth_backends", "depth_attention", "triton_kernels", "depth_stream", "depth_probe", "configuration_attnres"),
     *("generation_attnres", "modeling_attnres", "multimodal_attnres"),
     *("outputs", "runtime", "fingerprint", "rows", "sources", "checkpoint", "reports", "families", "liger"),
-    *("eval", "model_cards", "hub", "conversion", "inspection", "training", "demo", "benchmarks", "cli"),
-    "__main__",
+    *("eval", "model_cards", "hub", "conversion", "inspection", "training", "demo", "benchmarks", "console"),
+    *("cli_convert", "cli_measure", "cli", "__main__"),
 )
 # What is imported when it is first needed, by a file that is loaded before it
 UPWARD = {
