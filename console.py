@@ -17,6 +17,14 @@ from rich.markup import escape
 console = Console()
 
 
+def json_option(keys: str) -> Any:
+    return typer.Option("--json", help=f"Print JSON and nothing else, an object with {keys}.")
+
+
+Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+WroteJson = Annotated[bool, json_option("wrote")]
+
+
 def say(line: str):
     """Print a line as it is; not wrapped, so that a path in it can be copied."""
     console.print(line, highlight=False, markup=False, soft_wrap=True)
@@ -51,11 +59,3 @@ def fail(message: str) -> NoReturn:
     """Print an error and end the program with exit code 1."""
     Console(stderr=True).print(f"[bold red]Error:[/] {escape(message)}", highlight=False, soft_wrap=True)
     sys.exit(1)
-
-
-def json_option(keys: str) -> Any:
-    return typer.Option("--json", help=f"Print JSON and nothing else, an object with {keys}.")
-
-
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
-WroteJson = Annotated[bool, json_option("wrote")]

@@ -172,7 +172,7 @@ def export_checkpoint(
     query, key_norm = checkpoint.tensors(own_names).values()
     add = {}
     for names, weight, norm in zip(query_names(naming, config.num_hidden_layers), query, key_norm):
-        add |= dict(zip(names, (narrow(weight, config.dtype)[None], narrow(norm, config.dtype))))
+        add |= dict(zip(names, (in_dtype_if_exact(weight, config.dtype)[None], in_dtype_if_exact(norm, config.dtype))))
 
     def rename(name: str) -> str | None:
         if name in own_names:
@@ -200,7 +200,7 @@ def query_names(naming: str, num_layers: int) -> list[tuple[str, str]]:
     return [(f"{site}_proj.weight", f"{site}_norm.weight") for site in [*sites, f"model.{final}"]]
 
 
-def narrow(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def in_dtype_if_exact(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """The tensor in the dtype, or as it is if that would change a value."""
     narrowed = tensor.to(dtype or tensor.dtype)
     return narrowed.contiguous() if torch.equal(narrowed.to(tensor.dtype), tensor) else tensor.contiguous()
