@@ -1,30 +1,32 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The `attnres` program."""
+"""The `attnres` program: all its commands with an example of each, and how it ends.
 
-import os
-import shlex
-import sys
+The commands themselves are in `cli_convert.py`, in `cli_measure.py` and below; `console.py` has how they speak.
+"""
+
+from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.markdown import Markdown
-from rich.markup import escape
 
-
-if TYPE_CHECKING:
-    from .conversion import ConversionReport
-
-
-app = typer.Typer(
-    help="Attention Residuals for transformers.",
-    no_args_is_help=True,
-    pretty_exceptions_enable=False,
+from .cli_convert import convert, export, import_, revert, verify
+from .cli_measure import bench, eval_, inspect, report
+from .console import (
+    Revision,
+    WroteJson,
+    console,
+    fail,
+    json_option,
+    note,
+    only_json_on_stdout,
+    print_json,
+    say,
+    say_written,
 )
 
 
-console = Console()
 # What not every installation has, and the extra that brings it
 OPTIONAL_MODULES = {
     "datasets": "train",
@@ -54,6 +56,9 @@ class InterruptedRun(SystemExit):
     is_said = True
 
 
+CheckpointFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an AttnRes checkpoint.")]
+
+
 def show_version(wanted: bool):
     if wanted:
         from . import __version__
@@ -62,7 +67,6 @@ def show_version(wanted: bool):
         raise typer.Exit
 
 
-@app.callback()
 def attnres(
     version: Annotated[
         bool, typer.Option("--version", callback=show_version, is_eager=True, help="Show the version and exit.")
@@ -71,33 +75,12 @@ def attnres(
     """Attention Residuals for transformers."""
 
 
-@app.command()
-def env():
-    """Show versions, devices, and which code computes reads over depth on them and why."""
-    import platform
-    from importlib import metadata
-
-    from . import __version__
-    from .depth_backends import describe
-
-    print(f"attnres {__version__}, Python {platform.python_version()}, {platform.platform()}")
-    for package in ENVIRONMENT:
-        try:
-            print(f"{package} {metadata.version(package)}")
-        except metadata.PackageNotFoundError:
-            print(f"{package} not installed")
-    print("Reads over depth (ATTNRES_BACKEND chooses another way)")
-    for line in describe():
-        print(f"  {line}")
-
-
-@app.command()
 def demo(
     model: Annotated[
         str | None,
         typer.Option(help="Checkpoint to use, a folder or a Hub id. By default a small Qwen3 is trained first."),
     ] = None,
-    output: Annotated[Path, typer.Option(help="Folder for the checkpoints.")] = Path("attnres-demo"),
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the checkpoints.")] = Path("attnres-demo"),
     num_blocks: Annotated[int, typer.Option(min=1, help="Number of AttnRes blocks.")] = 4,
     steps: Annotated[int, typer.Option(min=1, help="Training steps of the small model.")] = 500,
 ):
@@ -107,227 +90,71 @@ def demo(
     run_demo(model=model, output=output, num_blocks=num_blocks, steps=steps)
 
 
-@app.command()
 def families(
     types: Annotated[list[str] | None, typer.Argument(metavar="[TYPE]...", help="Model types. [default: all]")] = None,
     probe: Annotated[str | None, typer.Option(metavar="FOLDER_OR_ID", help="Look at a checkpoint's code.")] = None,
-    revision: Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")] = None,
+    revision: Revision = None,
     trust_remote_code: Annotated[
         bool, typer.Option("--trust-remote-code", help="Run the code that the checkpoint brings.")
     ] = False,
+    as_json: Annotated[
+        bool, json_option("transformers, supported, refused, others; of a probe model_type, num_sites, layers")
+    ] = False,
 ):
     """Show which decoders can be a base, or whether a checkpoint can: where its code reads and writes the stream."""
-    from .families import describe_probe, read_decoder_config, survey_table
+    from .families import describe_probe, probe_report, read_decoder_config, survey, survey_table
 
+    if probe is not None and types:
+        raise typer.BadParameter("--probe looks at one checkpoint, and takes no model types.")
     if probe is not None:
-        if types:
-            raise typer.BadParameter("--probe looks at one checkpoint, and takes no model types.")
-        for line in describe_probe(read_decoder_config(probe, revision, trust_remote_code)):
-            print(line)
+        with only_json_on_stdout(as_json):
+            config = read_decoder_config(probe, revision, trust_remote_code)
+            result = probe_report(config) if as_json else describe_probe(config)
+        if as_json:
+            print_json(result)
+        else:
+            print("\n".join(result))
+    elif as_json:
+        print_json(survey(types))
+    else:
+        table, summary = survey_table(types)
+        console.print(table)
+        console.print(summary, highlight=False)
+
+
+def env(as_json: Annotated[bool, json_option("attnres, python, platform, packages, reads")] = False):
+    """Show versions, devices, and which code computes reads over depth on them and why."""
+    import platform
+    from importlib import metadata
+
+    from . import __version__
+    from .depth_backends import describe
+
+    packages: dict[str, str | None] = {}
+    for package in ENVIRONMENT:
+        try:
+            packages[package] = metadata.version(package)
+        except metadata.PackageNotFoundError:
+            packages[package] = None
+    with only_json_on_stdout(as_json):
+        found = {
+            "attnres": __version__,
+            "python": platform.python_version(),
+            "platform": platform.platform(),
+            "packages": packages,
+            "reads": describe(),
+        }
+    if as_json:
+        print_json(found)
         return
-    table, summary = survey_table(types)
-    console.print(table)
-    console.print(summary, highlight=False)
+    print(f"attnres {__version__}, Python {found['python']}, {found['platform']}")
+    for package, version in packages.items():
+        print(f"{package} {version or 'not installed'}")
+    print("Reads over depth (ATTNRES_BACKEND chooses another way)")
+    for line in found["reads"]:
+        print(f"  {line}")
 
 
-Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a folder or a Hub id.")]
-Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; must not exist or be empty.")]
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
-Link = Annotated[bool, typer.Option("--link", help="Hard links in place of copies of the weight files.")]
-NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not run the models to compare them.")]
-VerifyText = Annotated[Path | None, typer.Option(help="UTF-8 text to compare on, in place of the built-in one.")]
-Device = Annotated[str, typer.Option(help="Where to run the models: auto, cpu, cuda:0 ...")]
-
-
-@app.command()
-def convert(
-    source: Source,
-    destination: Destination,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Sublayers per block; a layer has two.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=1, help="Number of blocks. [default: 8]")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Full AttnRes: every sublayer is a block.")] = False,
-    revision: Revision = None,
-    link: Link = False,
-    self_contained: Annotated[
-        bool, typer.Option("--self-contained", help="Put the model code into the folder, see the last line.")
-    ] = False,
-    no_verify: NoVerify = False,
-    verify_text: VerifyText = None,
-    device: Device = "auto",
-):
-    """Turn a PreNorm checkpoint into an AttnRes one that computes the same, or change the blocks of one."""
-    if (block_size is not None) + (num_blocks is not None) + full > 1:
-        raise typer.BadParameter("--block-size, --num-blocks and --full contradict: give one of them.")
-    from .conversion import convert
-
-    report = convert(
-        source,
-        destination,
-        block_size=block_size,
-        num_blocks=num_blocks,
-        full=full,
-        revision=revision,
-        link=link,
-        self_contained=self_contained,
-        verify=not no_verify,
-        verify_text=verify_text,
-        device=device,
-    )
-    show(report, destination)
-    if (destination / "modeling_attnres.py").exists():
-        hint = "The model code is in the folder: programs without attnres, such as vLLM, need --trust-remote-code."
-    elif report.model_type == "attnres_multimodal":
-        hint = "`import attnres` before loading it, with `AutoModelForImageTextToText`."
-    else:
-        hint = "`import attnres` before loading it. For programs that do not, such as vLLM: convert --self-contained."
-    console.print(hint, highlight=False, soft_wrap=True)
-
-
-@app.command()
-def revert(
-    source: Source,
-    destination: Destination,
-    force: Annotated[
-        bool, typer.Option("--force", help="Also if trained queries are lost; measures by how much.")
-    ] = False,
-    revision: Revision = None,
-    link: Link = False,
-    no_verify: NoVerify = False,
-    verify_text: VerifyText = None,
-    device: Device = "auto",
-):
-    """Give the PreNorm checkpoint back that an AttnRes one was made of, bit for bit."""
-    from .conversion import revert
-
-    report = revert(
-        source,
-        destination,
-        force=force,
-        revision=revision,
-        link=link,
-        verify=not no_verify,
-        verify_text=verify_text,
-        device=device,
-    )
-    show(report, destination)
-
-
-@app.command()
-def verify(
-    first: Annotated[str, typer.Argument(metavar="A", help="Checkpoint: a folder or a Hub id.")],
-    second: Annotated[str, typer.Argument(metavar="B", help="Checkpoint: a folder or a Hub id.")],
-    text: Annotated[Path | None, typer.Option(help="UTF-8 text to compare on, in place of the built-in one.")] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to use.")] = 512,
-    device: Device = "auto",
-):
-    """Tell whether two checkpoints are the same function, up to rounding. Exit code 1 if not."""
-    from .conversion import verify
-
-    report = verify(first, second, text=text, max_tokens=max_tokens, device=device)
-    console.print(Markdown(report.to_markdown()))
-    if not report.equal:
-        raise typer.Exit(1)
-
-
-@app.command("import")
-def import_(source: Source, destination: Destination, revision: Revision = None):
-    """Make an AttnRes checkpoint of one in Kimi K3's naming or of flash-linear-attention."""
-    from .conversion import import_checkpoint
-
-    show(import_checkpoint(source, destination, revision=revision), destination)
-
-
-@app.command()
-def export(
-    source: Source,
-    destination: Destination,
-    naming: Annotated[Literal["kimi", "fla"], typer.Option("--to", help="Whose naming.")],
-    force: Annotated[bool, typer.Option("--force", help="Also where epsilons cannot be expressed there.")] = False,
-    revision: Revision = None,
-):
-    """Write an AttnRes checkpoint in Kimi K3's naming or for flash-linear-attention."""
-    from .conversion import export_checkpoint
-
-    show(export_checkpoint(source, destination, naming, force=force, revision=revision), destination)
-
-
-@app.command("eval")
-def eval_(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="The first is the baseline.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="For samples, tables, plots.")] = Path("attnres-eval"),
-    suite: Annotated[str | None, typer.Option(help="paper, core, chat, quick, or a YAML file.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, separated by commas.")] = None,
-    peft: Annotated[str | None, typer.Option(help="Adapter on the last model.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Documents per task, to try things out.")] = None,
-    batch_size: Annotated[str, typer.Option(help="A number, or auto.")] = "1",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda:0 ... [default: a GPU if there is one]")] = None,
-    dtype: Annotated[str, typer.Option(help="auto is that of the checkpoint.")] = "auto",
-    apply_chat_template: Annotated[
-        bool,
-        typer.Option(
-            "--apply-chat-template", "--chat-template", help="Make the prompts conversations; chat implies it."
-        ),
-    ] = False,
-    max_gen_toks: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that an answer may have. [default: by benchmark]")
-    ] = None,
-    no_samples: Annotated[bool, typer.Option("--no-samples", help="Keep scores alone, not the answers.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the examples in prompts and of the resampling.")] = 0,
-    data_root: Annotated[Path | None, typer.Option(help="Folder with data sets named like the Hub's.")] = None,
-    include_path: Annotated[Path | None, typer.Option(help="Folder with further tasks of lm-eval.")] = None,
-    backend: Annotated[str, typer.Option(help="hf or vllm.")] = "hf",
-    allow_code_execution: Annotated[
-        bool, typer.Option("--allow-code-execution", help="Run programs that the models write, in a sandbox.")
-    ] = False,
-    prefetch: Annotated[bool, typer.Option("--prefetch", help="Only download models and data.")] = False,
-):
-    """Evaluate models with lm-eval and compare them with the first one. Exit code 3 if benchmarks were skipped."""
-    from .eval import EvalModel, EvalOptions, evaluate
-    from .eval import prefetch as fetch
-    from .eval.report import cut_off_warnings, scores
-
-    names = tasks.split(",") if tasks else []
-    if prefetch:
-        there, skipped = fetch(models, suite=suite, tasks=names)
-        console.print(f"There now: {', '.join(there)}", highlight=False)
-    else:
-        described = [EvalModel(model) for model in models]
-        if peft is not None:
-            described[-1] = EvalModel(models[-1], peft=peft)
-        options = EvalOptions(
-            limit=limit,
-            apply_chat_template=apply_chat_template,
-            max_gen_toks=max_gen_toks,
-            seed=seed,
-            dtype=dtype,
-            backend=backend,
-        )
-        results = evaluate(
-            described,
-            output,
-            suite=suite,
-            tasks=names,
-            options=options,
-            device=device,
-            batch_size=int(batch_size) if batch_size.isdecimal() else batch_size,
-            data_root=data_root,
-            include_path=include_path,
-            allow_code_execution=allow_code_execution,
-            keep_samples=not no_samples,
-            command=shlex.join(["attnres", *sys.argv[1:]]),
-        )
-        console.print(scores(results))
-        for warning in cut_off_warnings(results):
-            console.print(f"[yellow]Note:[/] {escape(warning)}", highlight=False)
-        console.print(f"Wrote {output}/results.json, table.md, the samples and plots", highlight=False)
-        skipped = results["skipped"]
-    for name, reason in skipped.items():
-        console.print(f"[yellow]Skipped[/] {escape(name)}: {escape(reason)}", highlight=False)
-    if skipped:
-        raise typer.Exit(3)
-
-
-@app.command()
 def finetune(
     config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Fields of the run; see training/configs.")],
     fields: Annotated[
@@ -336,20 +163,26 @@ def finetune(
     show_batch: Annotated[
         bool, typer.Option("--show-batch", help="Print the first batch and what is learned in it; do not train.")
     ] = False,
+    as_json: Annotated[
+        bool, json_option("trainable_parameters, query_learning_rate, losses, explanation, wrote")
+    ] = False,
 ):
     """Fine-tune a checkpoint: all of it, LoRA and the depth queries, or the queries alone. Run again, it resumes."""
+    if show_batch and as_json:
+        raise typer.BadParameter("--show-batch is for people to read: leave --json out.")
     try:
-        _finetune(config, fields, show_batch)
+        if show_batch:
+            _show_batch(config, fields)
+        else:
+            _finetune(config, fields, as_json)
     except KeyboardInterrupt:
         again = "" if show_batch else " Run the same command again, and it goes on."
         Console(stderr=True).print(f"\nInterrupted.{again}", highlight=False, soft_wrap=True)  # below a progress bar
         raise InterruptedRun(130) from None
 
 
-def _finetune(config: Path, fields: list[str] | None, show_batch: bool):
+def _overrides(fields: list[str] | None) -> dict[str, Any]:
     import yaml
-
-    from . import training
 
     overrides = {}
     for field in fields or []:
@@ -357,168 +190,130 @@ def _finetune(config: Path, fields: list[str] | None, show_batch: bool):
         if not equals:
             raise typer.BadParameter(f"`{field}` is not of the form field=value.")
         overrides[name] = yaml.safe_load(value)
-    is_first = os.environ.get("RANK", "0") == "0"  # of several processes the first one tells
-    if show_batch:
-        batch = training.show_batch(config, overrides)
-        if is_first:
-            console.print(batch, soft_wrap=True)
+    return overrides
+
+
+def _is_first_process() -> bool:
+    """Of several processes the first one tells."""
+    from .runtime import is_first_process
+
+    return is_first_process()
+
+
+def _show_batch(config: Path, fields: list[str] | None):
+    overrides = _overrides(fields)
+    from . import training
+
+    batch = training.show_batch(config, overrides)
+    if _is_first_process():
+        console.print(batch, soft_wrap=True)
+
+
+def _finetune(config: Path, fields: list[str] | None, as_json: bool):
+    overrides = _overrides(fields)
+    with only_json_on_stdout(as_json):
+        from . import training
+
+        result = training.finetune(config, overrides)
+    if not _is_first_process():
         return
-    result = training.finetune(config, overrides)
-    if not is_first:
+    wrote = (result.folder, *result.files)
+    if as_json:
+        of_run = {name: getattr(result, name) for name in ("trainable_parameters", "query_learning_rate", "losses")}
+        print_json({**of_run, "explanation": result.explanation}, wrote)
         return
-    before, after = result.losses[0], result.losses[-1]
-    console.print(f"Trained {result.trainable_parameters:,} parameters.", highlight=False)
+    say(f"Trained {result.trainable_parameters:,} parameters.")
     if result.query_learning_rate is not None:
-        console.print(f"Peak learning rate of the depth queries: {result.query_learning_rate:g}", highlight=False)
-    console.print(f"Held-out loss: {before:.4f} before, {after:.4f} after", highlight=False)
+        say(f"Peak learning rate of the depth queries: {result.query_learning_rate:g}")
+    say(f"Held-out loss: {result.losses[0]:.4f} before, {result.losses[-1]:.4f} after")
     if result.explanation is not None:
-        console.print(f"[yellow]Note:[/] {escape(result.explanation)}", highlight=False)
-    for path in (result.folder, *result.files):
-        console.print(f"Wrote {path}", highlight=False)
+        note("Note:", result.explanation)
+    say_written(wrote)
 
 
-@app.command()
-def inspect(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL [OTHER]", help="One checkpoint, or two to compare.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="For figures, pictures and the page.")] = Path(
-        "attnres-depth"
-    ),
-    text: Annotated[str | None, typer.Option(help="What to read, in place of the built-in text.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A UTF-8 text to read.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="Hub id, file (JSONL, Parquet, text) or folder to read.")] = None,
-    dataset_config: Annotated[str | None, typer.Option(help="Configuration of a data set on the Hub.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split of a data set on the Hub. [default: train]")] = None,
-    base: Annotated[str | None, typer.Option(help="PreNorm checkpoint to draw the stream of.")] = None,
-    gradients: Annotated[bool, typer.Option("--gradients", help="Measure gradients over depth as well.")] = False,
-    ablate: Annotated[
-        bool, typer.Option("--ablate", help="Mask every source out at every site: what is it worth? On 512 tokens.")
-    ] = False,
-    max_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to read.")] = 10_000,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows of 512 tokens at a time.")] = 4,
-    dtype: Annotated[str, typer.Option(help="auto is that of the checkpoint.")] = "auto",
-    device: Annotated[str | None, typer.Option(help="cpu, cuda:0 ... [default: a GPU if there is one]")] = None,
-):
-    """Show what a model reads from where: depth weights over text, as pictures, a page and JSON."""
-    from .inspection import inspect
-
-    results = inspect(
-        models,
-        output,
-        text=text,
-        file=file,
-        dataset=dataset,
-        dataset_config=dataset_config,
-        split=split,
-        base=base,
-        gradients=gradients,
-        ablation=ablate,
-        max_tokens=max_tokens,
-        batch_size=batch_size,
-        dtype=dtype,
-        device=device,
-    )
-    for model in results["models"]:
-        sites = [site for site in model["sites"] if len(site["weights"]) > 1]
-        entropy = sum(site["relative_entropy"] for site in sites) / len(sites)
-        newest = sum(site["predecessor_weight"] for site in sites) / len(sites)
-        console.print(
-            f"{model['model']}: {model['num_tokens']:,} tokens; entropy {entropy:.3f} of its maximum, weight of the"
-            f" newest source {newest:.3f}",
-            highlight=False,
-        )
-    pictures = "weights.png, profiles.png, ablation.png" if ablate else "weights.png, profiles.png"
-    console.print(f"Wrote {output}/index.html, depth.json, {pictures} and the same as SVG", highlight=False)
-
-
-@app.command()
-def bench(
-    output: Annotated[Path, typer.Option("--output", "-o", help="For figures, table and plot.")] = Path(
-        "attnres-bench"
-    ),
-    shape: Annotated[str, typer.Option(help="qwen3-0.6b, llama-3.2-1b, qwen3-8b, tiny.")] = "qwen3-0.6b",
-    variants: Annotated[str, typer.Option(help="Numbers of blocks, and full, separated by commas.")] = "8,4,full",
-    cases: Annotated[
-        str, typer.Option(help="decode-BATCH-KVLENGTH, prefill-LENGTH, train-LENGTH, separated by commas.")
-    ] = "decode-1-64,prefill-512,train-512",
-    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers, where the shape does not fit.")] = None,
-    pairs: Annotated[int, typer.Option(min=1, help="Alternating pairs per case.")] = 25,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 ...")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda:0 ...")] = "cpu",
-    compiled: Annotated[bool, typer.Option("--compile", help="With torch.compile as well.")] = False,
-):
-    """Measure AttnRes models against their PreNorm twin, alternating in one process."""
-    from .benchmarks.twin import bench
-
-    try:
-        bench(
-            output,
-            shape=shape,
-            variants=tuple(variants.split(",")),
-            cases=tuple(cases.split(",")),
-            layers=layers,
-            pairs=pairs,
-            dtype=dtype,
-            device=device,
-            compiled=compiled,
-        )
-    except KeyboardInterrupt:
-        partial = output / "bench.partial.json"
-        if partial.exists():
-            console.print(f"What was measured is in {partial}; the same command goes on from there.", highlight=False)
-        raise
-    console.print(Markdown((output / "bench.md").read_text()))
-    console.print(f"Wrote {output}/bench.json, bench.md, bench.png, bench.svg", highlight=False)
-
-
-@app.command()
-def report(folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of `attnres eval`.")]):
-    """Write the tables and plots of finished evaluations anew, without running anything."""
-    from .eval.report import rebuild
-
-    for folder in folders:
-        for path in rebuild(folder):
-            console.print(f"Wrote {path}", highlight=False)
-
-
-@app.command()
 def card(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an AttnRes checkpoint.")],
+    folder: CheckpointFolder,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the base, for the metadata.")] = None,
     repo_id: Annotated[str | None, typer.Option(help="Hub id of the checkpoint, for the examples.")] = None,
     evaluation: Annotated[Path | None, typer.Option(help="Folder of `attnres eval` with this checkpoint.")] = None,
+    as_json: WroteJson = False,
 ):
     """Write the model card of a checkpoint anew; entries of its metadata are kept."""
-    from .model_cards import write_model_card
+    with only_json_on_stdout(as_json):
+        from .model_cards import write_model_card
 
-    base_metadata = {"base_model": base_model} if base_model else None
-    path = write_model_card(folder, base_metadata=base_metadata, repo_id=repo_id, evaluation=evaluation)
-    console.print(f"Wrote {path}", highlight=False)
+        base_metadata = {"base_model": base_model} if base_model else None
+        path = write_model_card(folder, base_metadata=base_metadata, repo_id=repo_id, evaluation=evaluation)
+    if as_json:
+        print_json({}, [path])
+    else:
+        say_written([path])
 
 
-@app.command()
 def push(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an AttnRes checkpoint.")],
+    folder: CheckpointFolder,
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="user/name on the Hub.")],
     private: Annotated[bool, typer.Option("--private", help="Create the repository private.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be pushed, and what not.")] = False,
+    as_json: Annotated[bool, json_option("files (their bytes), left_out, url, commit (null of a dry run)")] = False,
 ):
     """Put a checkpoint on the Hub, with the code that loads it where attnres is not installed."""
-    from .hub import plan_push, push
+    with only_json_on_stdout(as_json):
+        from .hub import plan_push, push
 
-    plan = plan_push(folder, repo_id)
-    if dry_run:
-        for name in sorted(plan.files):
-            console.print(f"Would push {name}, {plan.num_bytes(name):,} bytes", highlight=False, markup=False)
-    for name in plan.left_out:
-        console.print(f"Left out {name}: it is not part of a checkpoint", highlight=False, markup=False)
-    if not dry_run:
-        commit = push(folder, repo_id, private=private)
-        console.print(f"Pushed to {commit.repo_url}, commit {commit.oid}", highlight=False)
+        plan = plan_push(folder, repo_id)
+        if dry_run and not as_json:
+            for name in sorted(plan.files):
+                say(f"Would push {name}, {plan.num_bytes(name):,} bytes")
+        for name in plan.left_out:
+            say(f"Left out {name}: it is not part of a checkpoint")
+        commit = None if dry_run else push(folder, repo_id, private=private)
+    if as_json:
+        url, oid = (None, None) if commit is None else (str(commit.repo_url), commit.oid)
+        sizes = {name: plan.num_bytes(name) for name in sorted(plan.files)}
+        print_json({"files": sizes, "left_out": plan.left_out, "url": url, "commit": oid})
+    elif commit is not None:
+        say(f"Pushed to {commit.repo_url}, commit {commit.oid}")
 
 
-def show(report: "ConversionReport", destination: Path):
-    console.print(Markdown(report.to_markdown()))
-    console.print(f"Wrote {destination}", highlight=False)
+# By panel of the help: the commands, in its order, with an example
+COMMANDS: dict[str, dict[Callable, str]] = {
+    "Start": {
+        demo: "attnres demo --output attnres-demo",
+        families: "attnres families llama qwen3_moe",
+        env: "attnres env --json",
+    },
+    "Convert": {
+        convert: "attnres convert Qwen/Qwen3-0.6B qwen3-attnres --num-blocks 8",
+        revert: "attnres revert qwen3-attnres qwen3",
+        verify: "attnres verify Qwen/Qwen3-0.6B qwen3-attnres",
+        import_: "attnres import fla-model attnres-model",
+        export: "attnres export attnres-model fla-model --to fla",
+    },
+    "Train": {
+        finetune: "attnres finetune run.yaml max_steps=100 output_dir=run",
+    },
+    "Measure": {
+        eval_: "attnres eval base tuned --suite quick --limit 100",
+        report: "attnres report attnres-eval",
+        inspect: "attnres inspect tuned --base base -o attnres-depth",
+        bench: "attnres bench --shape tiny --variants 4,full --pairs 5",
+    },
+    "Share": {
+        card: "attnres card qwen3-attnres --base-model Qwen/Qwen3-0.6B",
+        push: "attnres push qwen3-attnres user/qwen3-attnres --dry-run",
+    },
+}
+app = typer.Typer(
+    help="Attention Residuals for transformers.",
+    no_args_is_help=True,
+    pretty_exceptions_enable=False,
+)
+app.callback()(attnres)
+for panel, commands in COMMANDS.items():
+    for command, example in commands.items():
+        name = command.__name__.rstrip("_")  # `eval` and `import` are words of Python
+        app.command(name, rich_help_panel=panel, epilog=f"Example: {example}")(command)
 
 
 def main():
@@ -534,12 +329,6 @@ def main():
         fail(f"{error.name} is not installed: pip install 'attnres[{OPTIONAL_MODULES[error.name]}]'")
     except (ValueError, OSError) as error:
         fail(str(error))
-
-
-def fail(message: str):
-    # Not wrapped: a path in it can be copied
-    Console(stderr=True).print(f"[bold red]Error:[/] {escape(message)}", highlight=False, soft_wrap=True)
-    sys.exit(1)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import itertools
 import json
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from rich import box
 from rich.markup import escape
@@ -19,43 +20,62 @@ from .depth_probe import ProbedLayer, probe_layers
 
 # Written by `tests/families_page.py`
 RESULTS = Path(__file__).with_name("families.json")
+KINDS = ("supported", "refused", "others")
 FEATURES = ("packing", "compile", "tp", "checkpointing", "engines")
 
 
-def survey_table(types: Sequence[str] | None = None) -> tuple[Table, str]:
-    """What was measured of types of models, as a table, and a sentence below it.
+def survey(types: Sequence[str] | None = None) -> dict[str, Any]:
+    """What was measured of types of models.
 
     Args:
         types: model types as in transformers; `None`: all that have a causal language model.
 
+    Returns:
+        `transformers`: the version that was measured. `supported`: by type, what was measured of it; `refused` and
+        `others`: by type, the reason why it cannot be a base, and what it is if it is not a decoder.
+
     Raises:
         ValueError: for a type that was not measured.
     """
-    survey = json.loads(RESULTS.read_text(encoding="utf-8"))
-    supported, reasons = survey["supported"], survey["refused"] | survey["others"]
-    known = sorted(supported | reasons)
+    found = json.loads(RESULTS.read_text(encoding="utf-8"))
+    known = sorted(name for kind in KINDS for name in found[kind])
     for name in types or []:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=3)
             raise ValueError(
-                f"`{name}` is not a type of transformers {survey['transformers']}, whose types were measured: see what"
+                f"`{name}` is not a type of transformers {found['transformers']}, whose types were measured: see what"
                 " `--probe` says of a checkpoint." + (f" Did you mean {' or '.join(close)}?" if close else "")
             )
+    wanted = set(types or known)
+    chosen = {kind: {name: value for name, value in found[kind].items() if name in wanted} for kind in KINDS}
+    return {"transformers": found["transformers"], **chosen}
+
+
+def survey_table(types: Sequence[str] | None = None) -> tuple[Table, str]:
+    """The same as a table, types in the order that is asked for, and a sentence below it on all that were measured.
+
+    Arguments and errors as for `survey`.
+    """
+    found = survey()
+    chosen = survey(types)
+    supported, reasons = chosen["supported"], chosen["refused"] | chosen["others"]
     table = Table("type", "additions\nper layer", "zero\nqueries", "random\nqueries", "what else", box=box.SIMPLE)
-    for name in types or known:
+    for name in types or sorted(supported | reasons):
         if name in reasons:
-            cannot = "refused" if name in survey["refused"] else "not a decoder"
+            cannot = "refused" if name in chosen["refused"] else "not a decoder"
             table.add_row(name, "-", "-", "-", f"{cannot}: {escape(reasons[name])}")
             continue
-        found = supported[name]
-        can = [feature for feature in FEATURES if found[feature]]
+        measured = supported[name]
+        can = [feature for feature in FEATURES if measured[feature]]
         differences = [
-            "-" if found[key] is None else f"{found[key]:.0e}" for key in ("zero_queries", "random_queries")
+            "-" if measured[key] is None else f"{measured[key]:.0e}" for key in ("zero_queries", "random_queries")
         ]
-        table.add_row(name, ", ".join(map(str, found["additions"])), *differences, ", ".join(can))
-    counts = f"{len(supported)} supported, {len(survey['refused'])} refused, {len(survey['others'])} not decoders"
+        table.add_row(name, ", ".join(map(str, measured["additions"])), *differences, ", ".join(can))
+    counts = (
+        f"{len(found['supported'])} supported, {len(found['refused'])} refused, {len(found['others'])} not decoders"
+    )
     return table, (
-        f"transformers {survey['transformers']}: {counts}. Differences are relative, of the logits: with queries of"
+        f"transformers {found['transformers']}: {counts}. Differences are relative, of the logits: with queries of"
         " zero from the base, with random ones from the definition."
     )
 
@@ -90,29 +110,42 @@ def read_decoder_config(model: str, revision: str | None = None, trust_remote_co
     return config.get_text_config(decoder=True)
 
 
-def describe_probe(config: PreTrainedConfig) -> list[str]:
-    """In lines: how often the layers of a base read and write, and where in its code.
+def probe_report(config: PreTrainedConfig) -> dict[str, Any]:
+    """How often the layers of a base read and write, and where in its code.
+
+    Returns:
+        `model_type`, `num_layers`, `num_sites`, and `layers`: for each run of layers that do the same `first` and
+        `last`, their class (`name`) and the `lines` that read or write, each with its `file`, `number`, `what` it does
+        and its `code`.
 
     Raises:
         ValueError: if it cannot be a base, with the reason, and the line of its code where that can be told.
     """
     layers = probe_layers(config)
-    num_sites = sum(layer.num_writes for layer in layers) + 1
-    described = [
-        f"{config.model_type}: {len(layers)} layers, {num_sites} sites. It can be a base: with queries of zero the"
-        " AttnRes model computes the same."
-    ]
-    first = 0
+    runs, first = [], 0
     for (name, lines), group in itertools.groupby(layers, key=_what_it_does):
         last = first + len(list(group)) - 1
-        described.append(f"layers {first} to {last}: {name}" if last > first else f"layer {first}: {name}")
+        found = [{"file": at.file, "number": at.number, "what": at.what, "code": at.code} for at in lines]
+        runs.append({"first": first, "last": last, "name": name, "lines": found})
         first = last + 1
-        file = None
-        for line in lines:
-            if line.file != file:
-                file = line.file
-                described.append(f"  {file}")
-            described.append(f"  {line.number:>6} {line.what:<6} {line.code}")
+    num_sites = sum(layer.num_writes for layer in layers) + 1
+    return {"model_type": config.model_type, "num_layers": len(layers), "num_sites": num_sites, "layers": runs}
+
+
+def describe_probe(config: PreTrainedConfig) -> list[str]:
+    """`probe_report` in lines; errors as there."""
+    report = probe_report(config)
+    described = [
+        f"{report['model_type']}: {report['num_layers']} layers, {report['num_sites']} sites. It can be a base: with"
+        " queries of zero the AttnRes model computes the same."
+    ]
+    for run in report["layers"]:
+        first, last = run["first"], run["last"]
+        where = f"layers {first} to {last}" if last > first else f"layer {first}"
+        described.append(f"{where}: {run['name']}")
+        for file, lines in itertools.groupby(run["lines"], key=lambda line: line["file"]):
+            described.append(f"  {file}")
+            described += [f"  {line['number']:>6} {line['what']:<6} {line['code']}" for line in lines]
     return described
 
 

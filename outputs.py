@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Output files that are there in full or not at all: written beside, then renamed."""
+"""Output files that are there in full or not at all: written beside, then renamed. And the colours of figures."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -7,6 +7,10 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
+
+
+# Okabe and Ito's colours, which colour-blind people can tell apart
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 
 
 def write_file(path: Path, content: str | bytes):

@@ -14,7 +14,7 @@ import torch
 import typer
 from transformers import AutoTokenizer
 
-from attnres.benchmarks.study import BATCH, LENGTH, TRAINING, from_scratch, prepare, rows_of
+from attnres.benchmarks.study_arms import BATCH, LENGTH, TRAINING, from_scratch, prepare, rows_of
 from attnres.demo import standard_library
 from attnres.inspection import inspect
 from attnres.outputs import write_file

@@ -38,6 +38,7 @@ from transformers import (  # noqa: E402
 
 from ..configuration_attnres import AttnResConfig  # noqa: E402
 from ..outputs import write_figure, write_file
+from ..runtime import is_dtype
 
 
 SHAPES = {
@@ -89,6 +90,7 @@ TWIN = "PreNorm"
 CASES = ("decode-1-64", "decode-1-2048", "decode-16-64", "decode-16-2048", "prefill-512", "prefill-4096", "train-512")
 DEFAULT_CASES = ("decode-1-64", "prefill-512", "train-512")
 DECODE_STEPS = 8
+Models = dict[str, torch.nn.Module]
 
 
 @dataclass(frozen=True)
@@ -114,9 +116,7 @@ class Case:
         return self.batch * (DECODE_STEPS if self.kind == "decode" else self.length)
 
 
-def make_models(
-    shape: PreTrainedConfig, variants: list[str], dtype: torch.dtype, device: str
-) -> dict[str, torch.nn.Module]:
+def make_models(shape: PreTrainedConfig, variants: list[str], dtype: torch.dtype, device: str) -> Models:
     """The twin and AttnRes models on the same weights, with small random queries."""
     torch.manual_seed(0)
     with torch.device(device):
@@ -317,15 +317,7 @@ def bench(
     Raises:
         ValueError: for what does not exist.
     """
-    if shape not in SHAPES:
-        raise ValueError(f"`shape={shape!r}` is none of {', '.join(SHAPES)}.")
-    for variant in variants:
-        if variant != "full" and not (variant.isdecimal() and int(variant) > 0):
-            raise ValueError(f"`{variant}` is neither a number of blocks nor full.")
-    if not isinstance(getattr(torch, dtype, None), torch.dtype):
-        raise ValueError(f"`dtype={dtype!r}` is none of torch's.")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"`device={device!r}`: torch finds no GPU.")
+    check_request(shape, variants, dtype, device)
     parsed = {case: Case.parse(case) for case in cases}
     give_freed_memory_back()
     config = SHAPES[shape]
@@ -334,17 +326,59 @@ def bench(
     models = make_models(config, list(variants), getattr(torch, dtype), device)
     shared = torch.optim.AdamW(models[TWIN].parameters(), lr=1e-5)
     settings = {"shape": shape, "layers": config.num_hidden_layers, "dtype": dtype, "pairs": pairs}
+    modes = ("eager", "compiled") if compiled else ("eager",)
+    longest = max((case.length for case in parsed.values() if case.kind == "train"), default=None)
     partial = Partial(output, {**settings, "variants": list(variants)}, machine(device))
-    for text, case in parsed.items():
+    measure_peaks(partial, parsed, models, shared, device)
+    keep_freed_memory()
+    measure_times(partial, parsed, models, shared, device, modes, pairs)
+    if longest is not None:
+        measure_activations(partial, models, longest)
+    results = {"settings": settings, "machine": partial.machine, **partial.chosen(list(parsed), modes, longest)}
+    write_file(output / "bench.json", json.dumps(results, indent=1) + "\n")
+    report(output)
+    partial.path.unlink()
+    return results
+
+
+def check_request(shape: str, variants: tuple[str, ...], dtype: str, device: str):
+    """Raise a `ValueError` for what does not exist."""
+    if shape not in SHAPES:
+        raise ValueError(f"`shape={shape!r}` is none of {', '.join(SHAPES)}.")
+    for variant in variants:
+        if variant != "full" and not (variant.isdecimal() and int(variant) > 0):
+            raise ValueError(f"`{variant}` is neither a number of blocks nor full.")
+    if not is_dtype(dtype):
+        raise ValueError(f"`dtype={dtype!r}` is none of torch's.")
+    if device.startswith("cuda") and not torch.cuda.is_available():
+        raise ValueError(f"`device={device!r}`: torch finds no GPU.")
+
+
+def measure_peaks(
+    partial: "Partial", cases: dict[str, Case], models: Models, shared: torch.optim.Optimizer, device: str
+):
+    """The peak memory of every case and model."""
+    for text, case in cases.items():
         if not partial.has("peaks", case=text):
             bar = track(models.items(), description=f"{text}, peak memory")
             peaks = {
                 name: peak_bytes(work(case, model, shared, device, compiled=False), device) for name, model in bar
             }
             partial.add("peaks", [{"case": text, "model": name, "bytes": size} for name, size in peaks.items()])
-    keep_freed_memory()
-    for text, case in parsed.items():
-        for mode in ("eager", "compiled") if compiled else ("eager",):
+
+
+def measure_times(
+    partial: "Partial",
+    cases: dict[str, Case],
+    models: Models,
+    shared: torch.optim.Optimizer,
+    device: str,
+    modes: tuple[str, ...],
+    pairs: int,
+):
+    """The time of every case, mode and model, the models of a case in turn."""
+    for text, case in cases.items():
+        for mode in modes:
             if partial.has("time", case=text, mode=mode):
                 continue
             torch._dynamo.reset()
@@ -352,19 +386,16 @@ def bench(
             seconds = alternate(calls, pairs, f"{text}, {mode}", device)
             records = [_record(text, mode, name, seconds[:, i], seconds[:, 0]) for i, name in enumerate(models)]
             partial.add("time", [{**r, "tokens_per_second": case.tokens / r["fastest_seconds"]} for r in records])
-    longest = max((case.length for case in parsed.values() if case.kind == "train"), default=None)
-    for checkpointing in (False, True) if longest is not None else ():
-        if not partial.has("activations", checkpointing=checkpointing, length=longest):
-            sizes = {name: activation_bytes(model, longest, checkpointing) for name, model in models.items()}
-            kind = {"checkpointing": checkpointing, "length": longest}
+
+
+def measure_activations(partial: "Partial", models: Models, length: int):
+    """What autograd keeps for a training step of so many tokens, with and without gradient checkpointing."""
+    for checkpointing in (False, True):
+        if not partial.has("activations", checkpointing=checkpointing, length=length):
+            sizes = {name: activation_bytes(model, length, checkpointing) for name, model in models.items()}
+            kind = {"checkpointing": checkpointing, "length": length}
             rows = [{"model": k, **kind, "bytes": size, "ratio": size / sizes[TWIN]} for k, size in sizes.items()]
             partial.add("activations", rows)
-    results = {"settings": settings, "machine": partial.machine}
-    results |= partial.chosen(list(parsed), ("eager", "compiled") if compiled else ("eager",), longest)
-    write_file(output / "bench.json", json.dumps(results, indent=1) + "\n")
-    report(output)
-    partial.path.unlink()
-    return results
 
 
 class Partial:

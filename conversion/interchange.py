@@ -17,20 +17,17 @@ Qwen2 with biases, Qwen3 with query and key norms, Mistral with a window).
 
 import json
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
+from ..checkpoint import QUERY_NAMES, Checkpoint, config_errors_explained, open_checkpoint
 from ..configuration_attnres import AttnResConfig, base_config_class
-from .checkpoint import (
-    QUERY_NAMES,
-    Checkpoint,
-    check_destination,
-    open_checkpoint,
-    read_config_dict,
-    valid_config,
-)
-from .converter import ConversionReport, write_checkpoint
+from ..reports import ConversionReport
+from ..sources import read_config_dict
+from .files import check_destination
+from .writing import write_checkpoint
 
 
 # Of the modules with the query and the key norm: before attention, before the MLP, the final read
@@ -47,6 +44,28 @@ FLA_TO_LLAMA = {
 # fla's query and key norms have an epsilon of their own, whatever the config says
 FLA_QK_NORM_EPS = 1e-5
 FLA_BASES = ("llama", "mistral", "qwen2", "qwen3")
+# Of fla 0.6.0: a saved config may leave them out
+FLA_DEFAULTS = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_heads": 32,
+    "num_kv_heads": None,
+    "qkv_bias": False,
+    "qk_norm": False,
+    "window_size": None,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "hidden_ratio": 4,
+    "intermediate_size": None,
+    "hidden_act": "swish",
+    "norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attnres_block_size": None,
+}
 
 
 def import_checkpoint(source: str | Path, destination: str | Path, *, revision: str | None = None) -> ConversionReport:
@@ -76,7 +95,7 @@ def import_checkpoint(source: str | Path, destination: str | Path, *, revision: 
             " `self_attention_res_proj` as in Kimi's naming."
         )
 
-    with valid_config(str(source)):
+    with config_errors_explained(str(source)):
         config = read_config(checkpoint)
 
     names = query_names(naming, config.num_hidden_layers)
@@ -153,7 +172,7 @@ def export_checkpoint(
     query, key_norm = checkpoint.tensors(own_names).values()
     add = {}
     for names, weight, norm in zip(query_names(naming, config.num_hidden_layers), query, key_norm):
-        add |= dict(zip(names, (narrow(weight, config.dtype)[None], narrow(norm, config.dtype))))
+        add |= dict(zip(names, (in_dtype_if_exact(weight, config.dtype)[None], in_dtype_if_exact(norm, config.dtype))))
 
     def rename(name: str) -> str | None:
         if name in own_names:
@@ -181,7 +200,7 @@ def query_names(naming: str, num_layers: int) -> list[tuple[str, str]]:
     return [(f"{site}_proj.weight", f"{site}_norm.weight") for site in [*sites, f"model.{final}"]]
 
 
-def narrow(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+def in_dtype_if_exact(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
     """The tensor in the dtype, or as it is if that would change a value."""
     narrowed = tensor.to(dtype or tensor.dtype)
     return narrowed.contiguous() if torch.equal(narrowed.to(tensor.dtype), tensor) else tensor.contiguous()
@@ -222,51 +241,9 @@ def config_to_kimi(checkpoint: Checkpoint) -> dict:
 
 def config_from_fla(checkpoint: Checkpoint) -> AttnResConfig:
     """fla's `TransformerConfig` as that of the base with the same parts."""
-    # Defaults of fla 0.6.0: a saved config may leave them out
-    values = {
-        "hidden_size": 2048,
-        "num_hidden_layers": 24,
-        "num_heads": 32,
-        "num_kv_heads": None,
-        "qkv_bias": False,
-        "qk_norm": False,
-        "window_size": None,
-        "rope_theta": 10000.0,
-        "max_position_embeddings": 2048,
-        "hidden_ratio": 4,
-        "intermediate_size": None,
-        "hidden_act": "swish",
-        "norm_eps": 1e-6,
-        "initializer_range": 0.02,
-        "tie_word_embeddings": False,
-        "vocab_size": 32000,
-        "bos_token_id": 1,
-        "eos_token_id": 2,
-        "attnres_block_size": None,
-        **checkpoint.config_dict,
-    }
-
-    def refuse(field: str, reason: str):
-        raise ValueError(f"`{checkpoint.name}` cannot be imported: `{field}={values[field]!r}`, {reason}.")
-
-    if values["attnres_block_size"] is None:
-        refuse("attnres_block_size", "so it has no depth attention")
-    if values["hidden_act"] != "swish":
-        refuse("hidden_act", "no supported base has that activation")
-    if values["rope_theta"] is None:
-        refuse("rope_theta", "no supported base goes without rotary embeddings")
-    if values["qk_norm"] and values["norm_eps"] != FLA_QK_NORM_EPS:
-        refuse("norm_eps", f"while its query and key norms use {FLA_QK_NORM_EPS}; Qwen3 has one epsilon for all")
-    if values["qk_norm"] and values["qkv_bias"]:
-        refuse("qk_norm", "with biases as well no supported base has")
-    base_model_type = "llama"
-    if values["qk_norm"]:
-        base_model_type = "qwen3"
-    elif values["qkv_bias"]:
-        base_model_type = "qwen2"
-    elif values["window_size"] is not None:
-        base_model_type = "mistral"
-
+    values = {**FLA_DEFAULTS, **checkpoint.config_dict}
+    refuse_what_no_base_has(values, checkpoint.name)
+    base_model_type = base_with_parts_of(values)
     intermediate_size = values["intermediate_size"]
     if intermediate_size is None:  # fla's rule: 2/3 of the ratio, up to the next multiple of 256
         intermediate_size = 256 * -(-int(values["hidden_size"] * values["hidden_ratio"] * 2 / 3) // 256)
@@ -302,6 +279,32 @@ def config_from_fla(checkpoint: Checkpoint) -> AttnResConfig:
         attn_res_norm_eps=values["norm_eps"],
         **base_kwargs,
     )
+
+
+def refuse_what_no_base_has(values: dict[str, Any], name: str):
+    """Raise a `ValueError` for values of fla's config that no supported base can express."""
+
+    def refuse(field: str, reason: str):
+        raise ValueError(f"`{name}` cannot be imported: `{field}={values[field]!r}`, {reason}.")
+
+    if values["attnres_block_size"] is None:
+        refuse("attnres_block_size", "so it has no depth attention")
+    if values["hidden_act"] != "swish":
+        refuse("hidden_act", "no supported base has that activation")
+    if values["rope_theta"] is None:
+        refuse("rope_theta", "no supported base goes without rotary embeddings")
+    if values["qk_norm"] and values["norm_eps"] != FLA_QK_NORM_EPS:
+        refuse("norm_eps", f"while its query and key norms use {FLA_QK_NORM_EPS}; Qwen3 has one epsilon for all")
+    if values["qk_norm"] and values["qkv_bias"]:
+        refuse("qk_norm", "with biases as well no supported base has")
+
+
+def base_with_parts_of(values: dict[str, Any]) -> str:
+    if values["qk_norm"]:
+        return "qwen3"
+    if values["qkv_bias"]:
+        return "qwen2"
+    return "llama" if values["window_size"] is None else "mistral"
 
 
 def config_to_fla(checkpoint: Checkpoint) -> dict:

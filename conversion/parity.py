@@ -11,23 +11,19 @@ small changes amplifies rounding. So the tolerance is measured, on the checkpoin
 """
 
 import contextlib
-import gc
 import math
-import tempfile
-from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from importlib import resources
-from logging import Handler
 from pathlib import Path
 
 import torch
 from huggingface_hub.utils import tqdm
 from safetensors import safe_open
-from torch import nn
-from transformers import PreTrainedModel
-from transformers.utils import logging
 
-from .checkpoint import Checkpoint, open_checkpoint
+from ..checkpoint import Checkpoint, open_checkpoint
+from ..reports import Parity, VerificationReport
+from ..runtime import reason_against_device
+from .running import loaded, model_errors_explained, norm_inputs_moved_by_one_ulp, norm_outputs, quiet_loading, run
 
 
 WINDOW = 64
@@ -40,90 +36,6 @@ FP32_TOLERANCE = 4
 OWN_DTYPE_TOLERANCE = 3
 # In a router near-ties fall either way, and a window in which one did differs by far more than rounding
 MOE_WINDOWS_APART = 0.25
-
-
-@dataclass(frozen=True)
-class Parity:
-    """How far the second model is from the first, in one dtype.
-
-    Differences of logits are absolute; the relative error is the norm of the difference over that of the logits, and
-    KL divergence and perplexity are of the next token, in nats. Checkpoints without a language-modelling head are
-    compared by their last hidden state, and have neither of the two nor a top-1 agreement.
-    """
-
-    dtype: str
-    max_difference: float
-    relative_error: float
-    kl_divergence: float | None
-    top1_agreement: float | None
-    perplexities: list[float] | None  # of the first and the second
-    rounding: float  # what rounding alone does to the figure that decides, see `criterion`
-    measured: float
-    tolerance: float
-    criterion: str
-
-    @property
-    def equal(self) -> bool:
-        return self.measured <= self.tolerance
-
-
-@dataclass(frozen=True)
-class VerificationReport:
-    """Result of `verify`: `equal` if in every dtype the second checkpoint is within rounding of the first."""
-
-    first: str
-    second: str
-    text: str
-    num_tokens: int
-    parities: list[Parity] = field(default_factory=list)
-    first_difference: str | None = None
-
-    @property
-    def equal(self) -> bool:
-        return all(parity.equal for parity in self.parities)
-
-    def to_dict(self) -> dict:
-        parities = [{**asdict(parity), "equal": parity.equal} for parity in self.parities]
-        return {**asdict(self), "parities": parities, "equal": self.equal}
-
-    @classmethod
-    def from_dict(cls, values: dict) -> "VerificationReport":
-        """The inverse of `to_dict`."""
-        parities = [Parity(**{k: v for k, v in parity.items() if k != "equal"}) for parity in values["parities"]]
-        return cls(**{k: v for k, v in {**values, "parities": parities}.items() if k != "equal"})
-
-    def to_markdown(self) -> str:
-        rows = {
-            "largest difference": lambda p: f"{p.max_difference:.1e}",
-            "relative error": lambda p: f"{p.relative_error:.1e}",
-        }
-        if self.parities[0].perplexities is not None:
-            rows |= {
-                "KL divergence, nats": lambda p: f"{p.kl_divergence:.1e}",
-                "same most likely token": lambda p: f"{p.top1_agreement:.2%}",
-                "perplexity of the first": lambda p: f"{p.perplexities[0]:.4f}",
-                "perplexity of the second": lambda p: f"{p.perplexities[1]:.4f}",
-            }
-        rows |= {
-            "**deciding figure**": lambda p: f"**{p.measured:.1e}**",
-            "what rounding does to it": lambda p: f"{p.rounding:.1e}",
-            "has to be at most": lambda p: f"{p.tolerance:.1e}",
-        }
-        criteria = ", ".join(f"in {parity.dtype} {parity.criterion}" for parity in self.parities)
-        lines = [
-            f"`{self.first}` and `{self.second}` on {self.num_tokens} tokens of {self.text}: "
-            + (
-                "the same function, up to rounding."
-                if self.equal
-                else f"they differ, first at {self.first_difference}."
-            ),
-            "",
-            "| | " + " | ".join(parity.dtype for parity in self.parities) + " |",
-            "|---|" + "---|" * len(self.parities),
-        ]
-        lines += [f"| {name} | " + " | ".join(map(cell, self.parities)) + " |" for name, cell in rows.items()]
-        lines += ["", f"What decides: {criteria}."]
-        return "\n".join(lines)
 
 
 def verify(
@@ -190,7 +102,7 @@ def run_reference(
     with (
         tqdm(total=(2 if dtype == own_dtype else 3) * len(windows), unit="window", desc="Running") as progress,
         quiet_loading(),
-        one_that_runs(first),
+        model_errors_explained(first),
     ):
         expected, moved = run(first, dtype, device, windows, progress, also_moved=True)
         rounding = largest_differences(moved, expected).median().item()
@@ -199,20 +111,6 @@ def run_reference(
             own_expected, _ = run(first, own_dtype, device, windows, progress)
             check_finite_outputs(first, own_expected, own_dtype)
     return Reference(first, windows, text_name, dtype, own_dtype, expected, rounding, own_expected)
-
-
-@contextlib.contextmanager
-def one_that_runs(checkpoint: Checkpoint) -> Iterator[None]:
-    """A `ValueError` of one line for whatever a model raises whose config and weights do not go together."""
-    try:
-        yield
-    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError):
-        raise
-    except Exception as error:
-        raise ValueError(
-            f"The model of `{checkpoint.name}` does not run, by its config.json or for want of a package:"
-            f" {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from error
 
 
 def check_finite_outputs(checkpoint: Checkpoint, outputs: list[torch.Tensor], dtype: torch.dtype):
@@ -268,7 +166,7 @@ def compare_with(reference: Reference, second: Checkpoint, device: str = "auto")
     with (
         tqdm(total=passes * len(windows), unit="window", desc="Verifying") as progress,
         quiet_loading(),
-        one_that_runs(second),
+        model_errors_explained(second),
     ):
         actual, _ = run(second, reference_dtype, device, windows, progress)
         differences = largest_differences(actual, expected)
@@ -323,10 +221,9 @@ def compare_with(reference: Reference, second: Checkpoint, device: str = "auto")
 def check_device(device: str):
     """Raise a `ValueError` unless `from_pretrained` can put a model there."""
     if device not in ("auto", "balanced", "balanced_low_0", "sequential"):
-        try:
-            torch.empty(0, device=device)
-        except (RuntimeError, AssertionError) as error:
-            raise ValueError(f"`device={device!r}` cannot be used here: {str(error).splitlines()[0]}") from None
+        reason = reason_against_device(device)
+        if reason is not None:
+            raise ValueError(f"`device={device!r}` cannot be used here: {reason}")
 
 
 def read_sample() -> str:
@@ -368,123 +265,6 @@ def read_windows(
     length = min(WINDOW, len(ids), getattr(checkpoint.text_config, "max_position_embeddings", None) or WINDOW)
     rows = [bos + ids[start : start + length] for start in range(0, len(ids) - length + 1, length)]
     return torch.tensor(rows), name
-
-
-@contextlib.contextmanager
-def quiet_loading() -> Iterator[list[str]]:
-    """Without transformers' bars, and with its messages in a list: what they say is looked at and told otherwise."""
-    messages: list[str] = []
-    handler = Handler()
-    handler.emit = lambda record: messages.append(record.getMessage())
-    bars = logging.is_progress_bar_enabled()
-    logging.disable_progress_bar()
-    logging.disable_default_handler()
-    logging.add_handler(handler)
-    try:
-        yield messages
-    finally:
-        logging.remove_handler(handler)
-        logging.enable_default_handler()
-        if bars:
-            logging.enable_progress_bar()
-
-
-@contextlib.contextmanager
-def loaded(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Iterator[PreTrainedModel]:
-    """The checkpoint's model, as `from_pretrained` gives it; the last one makes room for it first."""
-    gc.collect()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as offload_folder:
-        try:
-            model, info = checkpoint.auto_class.from_pretrained(
-                checkpoint.folder,
-                dtype=dtype,
-                device_map=device,
-                trust_remote_code=False,
-                offload_folder=offload_folder,
-                output_loading_info=True,
-            )
-        except RuntimeError as error:
-            raise ValueError(f"`{checkpoint.name}` does not load: {error}") from error
-        missing = sorted(info["missing_keys"])
-        if missing:
-            raise ValueError(
-                f"`{checkpoint.name}` lacks {len(missing)} tensors of a {type(model).__name__}, among them"
-                f" `{missing[0]}`."
-            )
-        yield model.eval()
-
-
-@torch.inference_mode()
-def run(
-    checkpoint: Checkpoint,
-    dtype: torch.dtype,
-    device: str,
-    windows: torch.Tensor,
-    progress: tqdm,
-    also_moved: bool = False,
-) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    """Logits, or last hidden states, of every window, `[seq, vocab or hidden]` each, on the CPU.
-
-    The model is gone when this returns. With `also_moved` the second list holds the outputs with moved norm inputs.
-    """
-
-    def outputs_of(model: PreTrainedModel) -> list[torch.Tensor]:
-        outputs = []
-        for ids in windows:
-            output = model(input_ids=ids[None].to(model.device), use_cache=False)
-            outputs.append((output.logits if "logits" in output else output.last_hidden_state)[0].cpu())
-            progress.update()
-        return outputs
-
-    with loaded(checkpoint, dtype, device) as model:
-        outputs = outputs_of(model)
-        if not also_moved:
-            return outputs, None
-        with norm_inputs_moved_by_one_ulp(model):
-            return outputs, outputs_of(model)
-
-
-def norms_of(model: PreTrainedModel) -> dict[str, nn.Module]:
-    """The norms of a model by name, of which most stand behind the residual stream or behind a read over depth."""
-    modules = model.base_model.named_modules()
-    return {
-        name: module
-        for name, module in modules
-        if "norm" in type(module).__name__.lower() and not [*module.children()]
-    }
-
-
-@contextlib.contextmanager
-def hooks(handles: list) -> Iterator[None]:
-    try:
-        yield
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def norm_inputs_moved_by_one_ulp(model: PreTrainedModel) -> contextlib.AbstractContextManager:
-    """While it is on, every value that a norm reads is replaced by a neighbour in its dtype, above or below."""
-    generator = torch.Generator().manual_seed(0)
-
-    def move(norm, inputs):
-        up = torch.randint(0, 2, inputs[0].shape, generator=generator).to(inputs[0].device)
-        moved = torch.nextafter(inputs[0], torch.where(up.bool(), torch.inf, -torch.inf).to(inputs[0].dtype))
-        return moved, *inputs[1:]
-
-    return hooks([norm.register_forward_pre_hook(move) for norm in norms_of(model).values()])
-
-
-@contextlib.contextmanager
-def norm_outputs(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
-    """While it is on, what the norms give is collected by their names, in the order in which they run."""
-    outputs = {}
-
-    def keep(name: str) -> Callable:
-        return lambda norm, inputs, output: outputs.__setitem__(name, output.detach().float().cpu())
-
-    with hooks([norm.register_forward_hook(keep(name)) for name, norm in norms_of(model).items()]):
-        yield outputs
 
 
 @torch.inference_mode()

@@ -1,5 +1,10 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of lm-eval on one or more models, paired, with the paper's table beside them."""
+"""Benchmarks of lm-eval on one or more models, paired, with the paper's table beside them.
+
+- `benchmarks.py`: suites and tasks; `models.py`: what is evaluated; `harness.py`: one on the other
+- `saved.py`: what that leaves, and whether it can be believed; `statistics.py`, `report.py`: tables and plots of it
+- `sandbox.py`, `inside/`, `cruxeval.py`: generated code
+"""
 
 import contextlib
 import os
@@ -10,27 +15,24 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import torch
 from huggingface_hub import snapshot_download
+from lm_eval.tasks import TaskManager
 
 from ..fingerprint import folder_fingerprint
+from ..runtime import default_device, is_dtype, is_first_process, reason_against_device
 from . import report, sandbox
-from .harness import (
+from .benchmarks import (
     Benchmark,
-    EvalModel,
-    EvalOptions,
     Unavailable,
     benchmarks_of_tasks,
-    check_chat_template,
-    load_model,
     load_suite,
     load_tasks,
-    marked,
-    run,
     task_manager,
-    versions,
+    with_code_execution_marked,
 )
-from .saved import ModelResults, is_first_process, output_folder
+from .harness import run, versions
+from .models import EvalModel, EvalOptions, check_chat_template, load_model
+from .saved import ModelResults, output_folder
 
 
 __all__ = ["Benchmark", "EvalModel", "EvalOptions", "evaluate", "load_suite", "prefetch"]
@@ -74,48 +76,21 @@ def evaluate(
     Raises:
         ValueError, OSError: for what does not exist or contradicts itself, before any model is loaded.
     """
-    models = [EvalModel(model) if isinstance(model, str) else model for model in models]
-    if not models:
-        raise ValueError("There is no model to evaluate.")
-    options = options or EvalOptions()
+    models, options = described_models(models), options or EvalOptions()
     manager = task_manager(None if include_path is None else Path(include_path).absolute())
-    benchmarks = load_suite(suite) if suite is not None else []
-    benchmarks += benchmarks_of_tasks(tasks or [], manager)
-    if not benchmarks:
-        raise ValueError("There is nothing to evaluate on: give a suite or tasks.")
-    benchmarks = [marked(benchmark, manager) for benchmark in benchmarks]
-    names = [benchmark.name for benchmark in benchmarks]
-    if len(set(names)) < len(names):
-        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` is there twice.")
-    if data_root is not None and not Path(data_root).is_dir():
-        raise ValueError(f"`data_root={str(data_root)!r}` is no folder.")
-
-    if options.backend not in ("hf", "vllm"):
-        raise ValueError(f"`backend={options.backend!r}` is neither hf nor vllm.")
-    if options.dtype != "auto" and not isinstance(getattr(torch, options.dtype, None), torch.dtype):
-        raise ValueError(f"`dtype={options.dtype!r}` is none of torch's; it is auto, float32, bfloat16 or the like.")
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:
-        raise ValueError(f"`device={device!r}` is not there: {str(error).splitlines()[0]}") from None
+    benchmarks = benchmarks_to_run(suite, tasks, manager)
+    device = device or default_device()
+    check_options(options, device, data_root)
     if allow_code_execution and any(benchmark.runs_code for benchmark in benchmarks):
         sandbox.available()
     models = [model.resolved() for model in models]
-    if options.apply_chat_template or any(benchmark.apply_chat_template for benchmark in benchmarks):
-        for model in models:
-            check_chat_template(model)
-    options = replace(
-        options,
-        data_digest=None if data_root is None else folder_fingerprint(data_root),
-        tasks_digest=None if include_path is None else folder_fingerprint(include_path),
-        processes=int(os.environ.get("WORLD_SIZE", "1")),
-    )
+    check_chat_templates(models, options, benchmarks)
+    options = with_digests(options, data_root, include_path)
     with output_folder(output) as output:
         if is_first_process():
             report.keep_what_is_not_ours(output)
         saved = [ModelResults(output, model, options, versions()) for model in models]
-        with surroundings(data_root, allow_code_execution):
+        with evaluation_environment(data_root, allow_code_execution):
             finished, skipped = run(
                 saved,
                 benchmarks,
@@ -134,6 +109,62 @@ def evaluate(
     return results
 
 
+def described_models(models: list[str | EvalModel]) -> list[EvalModel]:
+    if not models:
+        raise ValueError("There is no model to evaluate.")
+    return [EvalModel(model) if isinstance(model, str) else model for model in models]
+
+
+def named_benchmarks(suite: str | Path | None, tasks: list[str] | None, manager: TaskManager) -> list[Benchmark]:
+    """Those of a suite and of tasks by name; errors as for `load_suite` and `benchmarks_of_tasks`."""
+    return (load_suite(suite) if suite is not None else []) + benchmarks_of_tasks(tasks or [], manager)
+
+
+def benchmarks_to_run(suite: str | Path | None, tasks: list[str] | None, manager: TaskManager) -> list[Benchmark]:
+    """The same, marked where they run generated code.
+
+    Raises:
+        ValueError: if there is none, or one is there twice.
+    """
+    benchmarks = named_benchmarks(suite, tasks, manager)
+    if not benchmarks:
+        raise ValueError("There is nothing to evaluate on: give a suite or tasks.")
+    names = [benchmark.name for benchmark in benchmarks]
+    if len(set(names)) < len(names):
+        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` is there twice.")
+    return [with_code_execution_marked(benchmark, manager) for benchmark in benchmarks]
+
+
+def check_options(options: EvalOptions, device: str, data_root: str | Path | None):
+    """Raise a `ValueError` for a folder, backend, dtype or device that does not exist."""
+    if data_root is not None and not Path(data_root).is_dir():
+        raise ValueError(f"`data_root={str(data_root)!r}` is no folder.")
+    if options.backend not in ("hf", "vllm"):
+        raise ValueError(f"`backend={options.backend!r}` is neither hf nor vllm.")
+    if options.dtype != "auto" and not is_dtype(options.dtype):
+        raise ValueError(f"`dtype={options.dtype!r}` is none of torch's; it is auto, float32, bfloat16 or the like.")
+    reason = reason_against_device(device)
+    if reason is not None:
+        raise ValueError(f"`device={device!r}` is not there: {reason}")
+
+
+def check_chat_templates(models: list[EvalModel], options: EvalOptions, benchmarks: list[Benchmark]):
+    """Raise a `ValueError` if a prompt is to be a conversation, and a model has no chat template."""
+    if options.apply_chat_template or any(benchmark.apply_chat_template for benchmark in benchmarks):
+        for model in models:
+            check_chat_template(model)
+
+
+def with_digests(options: EvalOptions, data_root: str | Path | None, include_path: str | Path | None) -> EvalOptions:
+    """The options with what else decides scores: the bytes of the folders, and the number of processes."""
+    return replace(
+        options,
+        data_digest=None if data_root is None else folder_fingerprint(data_root),
+        tasks_digest=None if include_path is None else folder_fingerprint(include_path),
+        processes=int(os.environ.get("WORLD_SIZE", "1")),
+    )
+
+
 def prefetch(
     models: list[str], *, suite: str | Path | None = None, tasks: list[str] | None = None
 ) -> tuple[list[str], dict[str, str]]:
@@ -143,13 +174,13 @@ def prefetch(
         Names of what is there now, and the reasons why other benchmarks are not.
     """
     manager = task_manager()
-    benchmarks = (load_suite(suite) if suite is not None else []) + benchmarks_of_tasks(tasks or [], manager)
+    benchmarks = named_benchmarks(suite, tasks, manager)
     there, skipped = [], {}
     for model in models:
         if not Path(model).is_dir():
             snapshot_download(model)
         there.append(model)
-    with surroundings(None, allow_code_execution=True):
+    with evaluation_environment(None, allow_code_execution=True):
         for benchmark in benchmarks:
             try:
                 load_tasks(benchmark, manager)
@@ -160,7 +191,7 @@ def prefetch(
 
 
 @contextlib.contextmanager
-def surroundings(data_root: str | Path | None, allow_code_execution: bool) -> Iterator[None]:
+def evaluation_environment(data_root: str | Path | None, allow_code_execution: bool) -> Iterator[None]:
     """A working directory in which data sets are found in `data_root`, and the metric of generated code is ours.
 
     `load_dataset("a/b")` takes a folder `a/b` of the working directory first, and so does `evaluate.load`. `datasets`

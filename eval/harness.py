@@ -1,296 +1,35 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Running benchmarks of lm-eval on models, one at a time, with every finished one saved at once."""
 
-import collections
-import functools
 import gc
 import hashlib
 import math
 import os
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, replace
-from importlib import metadata, resources
-from pathlib import Path
+from dataclasses import replace
+from importlib import metadata
 from typing import Any
 
 import lm_eval
-import torch
-import yaml
 from accelerate import PartialState
-from huggingface_hub import snapshot_download
 from huggingface_hub.utils import tqdm
 from lm_eval.api.instance import Instance
 from lm_eval.api.model import LM, hash_args
-from lm_eval.api.registry import get_model
-from lm_eval.models.huggingface import HFLM
 from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
-from lm_eval.tasks._yaml_loader import load_yaml
-from transformers import AutoTokenizer, set_seed
+from transformers import set_seed
 
-from ..conversion.checkpoint import hub_commit
-from ..fingerprint import checkpoint_fingerprint
-from . import cruxeval
+from .benchmarks import Benchmark, Unavailable, load_tasks, prepare_tasks
+from .models import EvalModel, EvalOptions, load_model
 from .saved import CachedLM, Finished, ModelResults
 
 
-SUITES = ("paper", "core", "chat", "quick")
 VERSIONS = ("attnres", "lm_eval", "transformers", "torch", "datasets", "tokenizers")
-
-
-@dataclass(frozen=True)
-class Benchmark:
-    """One row of a suite: tasks of lm-eval, and which of their figures is the score.
-
-    `paper` holds the figures of the paper's PreNorm and AttnRes models, in percent; `filter` is lm-eval's name for a
-    way to read an answer out of a response. `max_gen_toks` limits the length of an answer in tokens, in place of the
-    task's own limit. `apply_chat_template` makes a conversation of the prompt, with each example a turn.
-    """
-
-    name: str
-    tasks: tuple[str, ...]
-    metric: str
-    filter: str = "none"
-    num_fewshot: int | None = None
-    max_gen_toks: int | None = None
-    apply_chat_template: bool = False
-    runs_code: bool = False
-    paper: tuple[float, float] | None = None
-
-
-def load_suite(name: str | Path) -> list[Benchmark]:
-    """A suite by its name, or from a YAML file of one's own.
-
-    Raises:
-        ValueError: if there is none, or a row is not one.
-    """
-    path = resources.files(__package__).joinpath(f"suites/{name}.yaml") if str(name) in SUITES else Path(name)
-    if not path.is_file():
-        raise ValueError(f"`suite={str(name)!r}` is neither one of {', '.join(SUITES)} nor a file.")
-    rows = yaml.safe_load(path.read_text(encoding="utf-8"))
-    if not isinstance(rows, list) or not rows:
-        raise ValueError(f"`{name}` is not a list of benchmarks.")
-    return [_benchmark(row, str(name)) for row in rows]
-
-
-def _benchmark(row: Any, source: str) -> Benchmark:
-    if not isinstance(row, dict) or not isinstance(row.get("tasks"), list):
-        raise ValueError(f"`{row}` in `{source}` is not a benchmark: it needs name, tasks (a list) and metric.")
-    paper = row.get("paper")
-    try:
-        return Benchmark(**{**row, "tasks": tuple(row["tasks"]), "paper": None if paper is None else tuple(paper)})
-    except TypeError as error:
-        raise ValueError(f"`{row}` in `{source}` is not a benchmark: {error}.") from None
-
-
-@functools.lru_cache  # reading the index of all tasks takes seconds
-def task_manager(include_path: str | Path | None = None) -> TaskManager:
-    """lm-eval's tasks and ours, and those of a folder."""
-    own = str(resources.files(__package__).joinpath("tasks"))
-    return TaskManager(include_path=[own] if include_path is None else [own, str(include_path)])
-
-
-def benchmarks_of_tasks(names: list[str], manager: TaskManager) -> list[Benchmark]:
-    """Rows for any tasks of lm-eval: their first metric, with their own number of examples.
-
-    Raises:
-        ValueError: for a task that does not exist.
-    """
-    unknown = [name for name in names if name not in manager.all_tasks]
-    if unknown:
-        raise ValueError(f"`{unknown[0]}` is not a task of lm-eval; `lm-eval ls tasks` lists them.")
-    return [Benchmark(name=name, tasks=(name,), metric="", filter="") for name in names]
-
-
-def marked(benchmark: Benchmark, manager: TaskManager) -> Benchmark:
-    """The benchmark, with `runs_code` if one of its tasks says so of itself (`unsafe_code`)."""
-    return replace(
-        benchmark, runs_code=benchmark.runs_code or any(_runs_code(name, manager) for name in benchmark.tasks)
-    )
-
-
-def _runs_code(name: str, manager: TaskManager) -> bool:
-    entry = manager.task_index.get(name)
-    if entry is None:
-        return False
-    # From the files: with its functions, a task that runs code would do so at once
-    config = load_yaml(entry.yaml_path, resolve_func=False) if entry.yaml_path else entry.cfg or {}
-    members = list(entry.tags) if entry.kind.name == "TAG" else []
-    for member in config["task"] if isinstance(config.get("task"), list) else ():
-        if isinstance(member, dict) and member.get("unsafe_code"):
-            return True
-        members.append(member.get("task", member.get("group")) if isinstance(member, dict) else member)
-    return bool(config.get("unsafe_code")) or any(
-        _runs_code(member, manager) for member in members if isinstance(member, str) and member != name
-    )
-
-
-def in_sandbox(task: Any) -> bool:
-    """Whether a task that runs generated code has it run by our metric, and not by means of its own."""
-    functions = [*task._metric_fn_list.values(), task.config.process_results]
-    functions = [getattr(function, "__self__", function) for function in functions]  # lm-eval keeps their `__call__`
-    return any(
-        getattr(value, "sandboxed", False)
-        for function in functions
-        for value in getattr(function, "__globals__", {}).values()
-    )
-
-
-@dataclass(frozen=True)
-class EvalOptions:
-    """What decides scores, beside the model. `evaluate` fills in the digests of the folders that it is given, and the
-    number of processes: lm-eval draws examples from one stream in each.
-    """
-
-    limit: int | None = None
-    apply_chat_template: bool = False
-    max_gen_toks: int | None = None
-    seed: int = 0
-    dtype: str = "auto"
-    backend: str = "hf"
-    data_digest: str | None = None
-    tasks_digest: str | None = None
-    processes: int = 1
-
-
-@dataclass(frozen=True)
-class EvalModel:
-    """A checkpoint to evaluate, a folder or a Hub id, with an adapter on it if `peft` names one."""
-
-    path: str
-    peft: str | None = None
-    revision: str | None = None
-    peft_revision: str | None = None
-
-    @property
-    def name(self) -> str:
-        name = Path(self.path).absolute().name if Path(self.path).exists() else self.path
-        return name if self.peft is None else f"{name}+{Path(self.peft).name}"
-
-    def resolved(self) -> "EvalModel":
-        """With folders that do not depend on where the process is, and with the commits of what is on the Hub.
-
-        Raises:
-            OSError: if there is neither such a folder nor such a repository.
-        """
-        commit = hub_commit(self.path, self.revision)
-        resolved = replace(self, path=_absolute(self.path) if commit is None else self.path, revision=commit)
-        if self.peft is None:
-            return resolved
-        commit = hub_commit(self.peft, self.peft_revision, file="adapter_config.json")
-        return replace(resolved, peft=_absolute(self.peft) if commit is None else self.peft, peft_revision=commit)
-
-    def fingerprint(self) -> dict[str, Any]:
-        """What tells this model from another one: the fingerprint of a folder, the id and commit of a repository."""
-        described = {"model": (self.path, self.revision), "peft": (self.peft, self.peft_revision)}
-        return {kind: path and _fingerprint(path, commit) for kind, (path, commit) in described.items()}
-
-
-def _absolute(folder: str) -> str:
-    return str(Path(folder).expanduser().absolute())
-
-
-def _fingerprint(path: str, commit: str | None) -> dict[str, str]:
-    # The same files elsewhere are the same model
-    return {"id": path, "commit": commit} if commit else {"fingerprint": checkpoint_fingerprint(path)}
 
 
 def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in VERSIONS}
-
-
-def check_chat_template(model: EvalModel):
-    """Raise a `ValueError` if a model has no chat template."""
-    if not AutoTokenizer.from_pretrained(model.path, revision=model.revision or "main").chat_template:
-        raise ValueError(
-            f"`{model.path}` has no chat template, and the prompts are to be put into one. Evaluate it without"
-            " `--apply-chat-template` and the suite `chat`, or add its chat_template.jinja."
-        )
-
-
-class TransformersLM(HFLM):
-    """lm-eval's wrapper of transformers models, which tells as well which answers the limit of length has cut off."""
-
-    def __init__(self, *args, **kwargs):
-        super().__init__(*args, **kwargs)
-        # One for each answer, until it is reported to the cache hook
-        self.cut_off: collections.deque[bool] = collections.deque()
-
-    def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs) -> torch.Tensor:
-        sequences = super()._model_generate(context, max_length, stop, **kwargs)
-        end = self.model.generation_config.eos_token_id
-        ends = set(end if isinstance(end, list) else [end])
-        for answer in sequences[:, context.shape[1] :].tolist():
-            text = self.tok_decode(answer, skip_special_tokens=False)
-            has_ended = not ends.isdisjoint(answer) or any(word in text for word in stop)
-            self.cut_off.append(sequences.shape[1] >= max_length and not has_ended)
-        return sequences
-
-
-def load_model(model: EvalModel, options: EvalOptions, device: str, batch_size: int | str) -> LM:
-    """lm-eval's own wrapper of a transformers model, or of one in vLLM."""
-    peft = model.peft
-    if model.peft_revision is not None:
-        peft = snapshot_download(model.peft, revision=model.peft_revision)
-    arguments = {"pretrained": model.path, "revision": model.revision or "main", "dtype": options.dtype}
-    if options.backend == "vllm":
-        if peft is not None:
-            arguments["lora_local_path"] = peft
-        return get_model("vllm").create_from_arg_obj(arguments, {"batch_size": batch_size, "device": device})
-    lm = TransformersLM(**arguments, peft=peft, device=device, batch_size=batch_size, backend="causal")
-    if hasattr(lm, "accelerator"):
-        # lm-eval divides the documents among processes only where there are several GPUs in one machine; elsewhere
-        # each process would do all of them and think itself the first
-        lm._rank, lm._world_size = lm.accelerator.process_index, lm.accelerator.num_processes
-    return lm
-
-
-class Unavailable(Exception):
-    """A benchmark whose data cannot be had, and what to do about it."""
-
-
-def load_tasks(benchmark: Benchmark, manager: TaskManager) -> list:
-    """The leaf tasks of a benchmark with their data.
-
-    Raises:
-        Unavailable: if a data set is gated, missing, made by a script or out of reach.
-    """
-    try:
-        tasks = list(manager.load(list(benchmark.tasks))["tasks"].values())
-    except Exception as error:  # what data sets raise is of many kinds, and none may stop the other benchmarks
-        text = f"{type(error).__name__}: {error}".splitlines()[0]
-        kind = type(error).__name__
-        if "gated" in text:
-            way_out = "accept its terms on the Hub, then `hf auth login`"
-        elif "script" in text:
-            way_out = "put its data as Parquet into a folder of its name and pass `--data-root`"
-        elif kind in ("ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError"):
-            way_out = "fetch it where there is internet, or pass `--data-root`"
-        else:
-            way_out = "look at the data set, or pass `--data-root`"
-        raise Unavailable(f"{text} To mend it: {way_out}.") from error
-    for task in tasks:
-        if task.config.task.startswith("cruxeval"):
-            cruxeval.put_into_sandbox(task)
-        if getattr(task, "UNSAFE_CODE", False) and not in_sandbox(task):
-            raise Unavailable(f"`{task.config.task}` runs generated code by means of its own, outside of the sandbox.")
-    return tasks
-
-
-def prepare_tasks(benchmark: Benchmark, tasks: list, options: EvalOptions):
-    """Set what a benchmark and the options ask for, and the examples to the same for every model."""
-    max_gen_toks = options.max_gen_toks or benchmark.max_gen_toks
-    for task in tasks:
-        if max_gen_toks is not None and task.OUTPUT_TYPE == "generate_until":
-            # A new dictionary, because tasks may share one
-            task.set_config("generation_kwargs", {**task.config.generation_kwargs, "max_gen_toks": max_gen_toks})
-        # As `simple_evaluate` does, which also collects facts about the machine, half a second each time
-        if benchmark.num_fewshot is not None and task.get_config("num_fewshot") != 0:
-            task.set_config(key="num_fewshot", value=benchmark.num_fewshot)
-        elif task.get_config("num_fewshot") is None:
-            task.set_config(key="num_fewshot", value=0)
-        task.set_fewshot_seed(seed=options.seed)
 
 
 def check_room(tasks: list, lm: LM):

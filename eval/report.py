@@ -26,16 +26,15 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from ..outputs import write_figure, write_file
-from .harness import Benchmark, EvalModel, EvalOptions
+from ..outputs import COLOURS, write_figure, write_file
+from .benchmarks import Benchmark
+from .models import EvalModel, EvalOptions
 from .saved import Finished, ModelResults, output_folder, set_aside
 from .statistics import compare, holm, score
 
 
 SCHEMA = 2
 NAMES = ("results.json", "table.md", "differences.png", "differences.svg")
-# Of Okabe and Ito's palette, which colour-blind people can tell apart
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7")
 
 LEGEND = """\
 Scores in percent ± standard error; differences with the paired bootstrap's 95 % interval; p of McNemar's exact test

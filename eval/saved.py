@@ -11,7 +11,6 @@ import contextlib
 import hashlib
 import json
 import logging
-import os
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -24,18 +23,15 @@ from filelock import FileLock, Timeout
 from lm_eval.api.model import LM, CacheHook, CachingLM, hash_args
 
 from ..outputs import write_file
+from ..runtime import is_first_process
 
 
 if TYPE_CHECKING:
-    from .harness import Benchmark, EvalModel, EvalOptions
+    from .benchmarks import Benchmark
+    from .models import EvalModel, EvalOptions
 
 
 logger = logging.getLogger(__name__)
-
-
-def is_first_process() -> bool:
-    """Whether this one writes and tells, of those that `accelerate launch` or torchrun may have started."""
-    return os.environ.get("RANK", "0") == "0"
 
 
 @contextlib.contextmanager

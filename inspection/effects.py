@@ -8,7 +8,7 @@ from torch import nn
 from ..depth_attention import num_sources
 from ..depth_probe import probe_sublayers
 from ..depth_stream import DepthRecorder
-from .measure import evaluating, run_recorded
+from .measure import evaluation_mode, run_recorded
 
 
 def summed_loss(model: nn.Module, ids: torch.Tensor, recorder: DepthRecorder, num_sites: int) -> torch.Tensor:
@@ -42,7 +42,7 @@ def gradient_rms(model: nn.Module, windows: torch.Tensor, *, name: str = "model"
 def _gradient_squares(model: nn.Module, ids: torch.Tensor, num_sites: int) -> torch.Tensor:
     """Sums over a batch, `[sublayers]`; its graph is gone before the next one is made."""
     recorder = DepthRecorder()
-    with evaluating(model), torch.enable_grad():
+    with evaluation_mode(model), torch.enable_grad():
         loss = summed_loss(model, ids, recorder, num_sites)
     outputs = [output for _, output in sorted(recorder.outputs.items())]
     gradients = torch.autograd.grad(loss, outputs)
@@ -66,7 +66,7 @@ def ablate(
     config = model.config
 
     def mean_loss(recorder: DepthRecorder) -> float:
-        with evaluating(model):
+        with evaluation_mode(model):
             losses = [
                 summed_loss(model, ids.to(model.device), recorder, config.num_sites).item()
                 for ids in windows.split(batch_size)

@@ -104,7 +104,7 @@ class DepthStatistics:
     commit: str | None = None
 
 
-class _Sums:
+class _RunningSums:
     """Running sums of one site, in fp64."""
 
     def __init__(self, num_sources: int):
@@ -128,7 +128,7 @@ class _Sums:
 
 
 @contextlib.contextmanager
-def evaluating(model: nn.Module) -> Iterator[None]:
+def evaluation_mode(model: nn.Module) -> Iterator[None]:
     """Without dropout, and then as before."""
     training = model.training
     model.eval()
@@ -216,7 +216,7 @@ def measure(
     check_is_attnres(config, name)
     trunk, device = model.base_model, model.device
     zero_queries = not trunk.depth_queries.query.any()
-    sums: dict[int, _Sums] = {}
+    sums: dict[int, _RunningSums] = {}
     for ids in track(windows.split(batch_size), description=f"Reading {name}", disable=not progress):
         of_model, of_base = _run_and_square(trunk, ids.to(device), config.num_sites), None
         if base is not None:
@@ -229,7 +229,7 @@ def measure(
                 weights_of_base, square_of_base = of_base[site]
                 stream_square = square_of_base * weights_of_base.shape[-1] ** 2
             elements = ids.numel() * config.hidden_size
-            of_site = sums.setdefault(site, _Sums(weights.shape[-1]))
+            of_site = sums.setdefault(site, _RunningSums(weights.shape[-1]))
             of_site.add(weights.flatten(0, -2), square, elements, stream_square)
     has_stream = base is not None or zero_queries
     return DepthStatistics(
@@ -246,7 +246,7 @@ def measure(
 def _run_and_square(trunk: nn.Module, ids: torch.Tensor, num_sites: int) -> dict[int, tuple[torch.Tensor, float]]:
     """By site, the weights, `[batch, seq, sources]`, and the sum of squares of what is read."""
     recorder = DepthRecorder()
-    with evaluating(trunk), _squares_of_reads(trunk, recorder) as squares:
+    with evaluation_mode(trunk), _squares_of_reads(trunk, recorder) as squares:
         run_recorded(trunk, ids, recorder, num_sites)
     return {site: (recorder.weights[site], square) for site, square in sorted(squares.items())}
 
@@ -279,7 +279,7 @@ def source_names(site: int, block_size: int) -> list[str]:
     return names
 
 
-def _places(config: AttnResConfig) -> list[tuple[str, int]]:
+def _kinds_and_layers(config: AttnResConfig) -> list[tuple[str, int]]:
     """Kind and layer of every site."""
     places = []
     for layer, count in enumerate(config.sublayers_per_layer()):
@@ -288,11 +288,11 @@ def _places(config: AttnResConfig) -> list[tuple[str, int]]:
     return [*places, ("final", config.num_hidden_layers - 1)]
 
 
-def _site_statistics(site: int, sums: _Sums, config: AttnResConfig, has_stream: bool) -> SiteStatistics:
+def _site_statistics(site: int, sums: _RunningSums, config: AttnResConfig, has_stream: bool) -> SiteStatistics:
     weights = (sums.weights / sums.tokens).tolist()
     entropy = sums.entropy / sums.tokens
     largest = torch.tensor(float(len(weights))).log().item()
-    kind, layer = _places(config)[site]
+    kind, layer = _kinds_and_layers(config)[site]
     return SiteStatistics(
         site=site,
         kind=kind,

@@ -3,7 +3,8 @@
 
 import json
 import tempfile
-from dataclasses import asdict
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,11 +14,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from .. import __version__
 from ..configuration_attnres import AttnResConfig
-from ..conversion.checkpoint import hub_commit, read_config_dict
 from ..conversion.parity import read_sample
 from ..depth_attention import num_sources
 from ..fingerprint import checkpoint_fingerprint
 from ..outputs import write_file
+from ..runtime import default_device, is_dtype, reason_against_device
+from ..sources import hub_commit, read_config_dict
 from .effects import ablate, gradient_rms
 from .measure import DepthStatistics, check_is_attnres, measure, read_excerpt
 from .text import pieces, read_windows, tokens_of_dataset, tokens_of_text
@@ -68,88 +70,161 @@ def inspect(
         ValueError, OSError: for what is not there, does not go together or is no AttnRes checkpoint, before a model
             is loaded.
     """
+    check_request(models, output, {"text": text, "file": file, "dataset": dataset}, dataset_config, split)
+    device = device or default_device()
+    check_device_and_dtype(device, dtype)
+    inspected = [found_model(path) for path in models]
+    if base is not None:
+        check_base(base, inspected)
+    for model in inspected:
+        ids, source = read_tokens(model.tokenizer(), text, file, dataset, dataset_config, split)
+        longest = min(length, getattr(model.config, "max_position_embeddings", None) or length)
+        model.windows = read_windows(ids, max_tokens, longest, source)
+
+    base_model = None if base is None else _load(base, dtype, device)
+    excerpt_tokens = min(
+        EXCERPT_TOKENS, EXCERPT_WEIGHTS // sum(_weights_per_token(model.config) for model in inspected)
+    )
+    statistics = []
+    for model in inspected:
+        network = load_unchanged(model, dtype, device)
+        name, windows = model.name, model.windows
+        measured = measure(network, windows, name=name, text=source, base=base_model, batch_size=batch_size)
+        measured.excerpt = read_excerpt(network, windows[0, :excerpt_tokens], model.tokenizer())
+        measured.fingerprint, measured.commit = model.fingerprint, model.commit
+        if gradients:
+            add_gradients(measured, network, windows, name, base_model, base, batch_size)
+        if ablation:
+            add_ablation(measured, network, windows, name, batch_size)
+        statistics.append(measured)
+        del network  # before the next one is loaded
+    return write_results(statistics, Path(output))
+
+
+@dataclass
+class InspectedModel:
+    """A checkpoint that is to be measured: a folder as it was when it was found, or a commit on the Hub."""
+
+    path: str
+    commit: str | None
+    fingerprint: str | None
+    config: AttnResConfig
+    windows: torch.Tensor | None = None  # token ids, `[windows, length]`
+
+    @property
+    def name(self) -> str:
+        return "/".join(Path(self.path).absolute().parts[-2:]) if Path(self.path).exists() else self.path
+
+    def tokenizer(self) -> PreTrainedTokenizerBase:
+        try:
+            return AutoTokenizer.from_pretrained(self.path, revision=self.commit or "main")
+        except (ValueError, OSError) as error:
+            raise ValueError(
+                f"`{self.path}` has no tokenizer that loads here: {str(error).splitlines()[0]}"
+            ) from error
+
+
+def check_request(
+    models: list[str],
+    output: str | Path,
+    texts: dict[str, str | Path | None],
+    dataset_config: str | None,
+    split: str | None,
+):
+    """Raise a `ValueError` for arguments of `inspect` that contradict each other; `texts` are its ways to name one."""
     if not 1 <= len(models) <= 2:
         raise ValueError(f"One checkpoint can be inspected, or two compared; these are {len(models)}.")
-    given = [kind for kind, value in (("text", text), ("file", file), ("dataset", dataset)) if value is not None]
+    given = [kind for kind, value in texts.items() if value is not None]
     if len(given) > 1:
         raise ValueError(f"Give a text, a file or a data set, not {' and '.join(given)}.")
     for name, value in (("dataset_config", dataset_config), ("split", split)):
-        if value is not None and dataset is None:
+        if value is not None and texts["dataset"] is None:
             raise ValueError(f"`{name}={value!r}` is of a data set: name one with `dataset`.")
     if Path(output).is_file():
         raise ValueError(f"`{output}` is a file; name a folder.")
-    if file is not None and not Path(file).is_file():
-        raise ValueError(f"There is no file `{file}`.")
+    if texts["file"] is not None and not Path(texts["file"]).is_file():
+        raise ValueError(f"There is no file `{texts['file']}`.")
 
-    device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
-        raise ValueError(f"`device={device!r}` is not to be had: {str(error).splitlines()[0]}") from None
-    if dtype != "auto" and not isinstance(getattr(torch, dtype, None), torch.dtype):
+
+def check_device_and_dtype(device: str, dtype: str):
+    reason = reason_against_device(device)
+    if reason is not None:
+        raise ValueError(f"`device={device!r}` is not to be had: {reason}")
+    if dtype != "auto" and not is_dtype(dtype):
         raise ValueError(f"`dtype={dtype!r}` is no type of torch; there are float32, bfloat16, float16 and auto.")
 
-    commits = [hub_commit(path) for path in models]
-    fingerprints = [checkpoint_fingerprint(path) if commit is None else None for path, commit in zip(models, commits)]
-    configs = [_config(path, commit) for path, commit in zip(models, commits)]
-    for path, config in zip(models, configs):
-        check_is_attnres(config, path)
-    if base is not None:
-        _check_base(base, configs, models)
-    windows = []
-    for path, commit, config in zip(models, commits, configs):
-        tokenizer = _tokenizer(path, commit)
-        if dataset is not None:
-            ids, source = tokens_of_dataset(dataset, dataset_config, split or "train", tokenizer), f"`{dataset}`"
-        elif file is not None:
-            ids, source = tokens_of_text(pieces(Path(file)), tokenizer), f"`{Path(file).name}`"
-        elif text is not None:
-            ids, source = tokens_of_text([text], tokenizer), "the given text"
-        else:
-            ids, source = tokens_of_text([read_sample()], tokenizer), "the built-in text"
-        longest = min(length, getattr(config, "max_position_embeddings", None) or length)
-        windows.append(read_windows(ids, max_tokens, longest, source))
 
-    base_model = None if base is None else _load(base, dtype, device)
-    excerpt_tokens = min(EXCERPT_TOKENS, EXCERPT_WEIGHTS // sum(map(_weights_per_token, configs)))
-    statistics = []
-    for path, commit, fingerprint, of_model in zip(models, commits, fingerprints, windows):
-        model = _load(path, dtype, device, commit)
-        if fingerprint is not None and checkpoint_fingerprint(path) != fingerprint:
-            raise OSError(f"`{path}` changed while it was loaded. Run again when nothing writes to it.")
-        name = "/".join(Path(path).absolute().parts[-2:]) if Path(path).exists() else path
-        measured = measure(model, of_model, name=name, text=source, base=base_model, batch_size=batch_size)
-        measured.excerpt = read_excerpt(model, of_model[0, :excerpt_tokens], _tokenizer(path, commit))
-        measured.fingerprint, measured.commit = fingerprint, commit
-        if gradients:
-            of_sublayers = gradient_rms(model, of_model, name=name, batch_size=batch_size)
-            for site in measured.sites[:-1]:
-                site.gradient_rms = of_sublayers[site.site]
-            if base_model is not None:
-                of_sublayers = gradient_rms(base_model, of_model, name=base, batch_size=batch_size)
-                for site in measured.sites[:-1]:
-                    site.base_gradient_rms = of_sublayers[site.site]
-        if ablation:
-            few = of_model[: -(-ABLATION_TOKENS // of_model.shape[1])]
-            rises = ablate(model, few, name=name, batch_size=batch_size)
-            for site in measured.sites:
-                site.ablation = rises[site.site]
-        statistics.append(measured)
-        del model  # before the next one is loaded
+def read_tokens(
+    tokenizer: PreTrainedTokenizerBase,
+    text: str | None,
+    file: str | Path | None,
+    dataset: str | None,
+    dataset_config: str | None,
+    split: str | None,
+) -> tuple[Iterator[list[int]], str]:
+    """Token ids of what is to be read, text after text, and what to call it."""
+    if dataset is not None:
+        return tokens_of_dataset(dataset, dataset_config, split or "train", tokenizer), f"`{dataset}`"
+    if file is not None:
+        return tokens_of_text(pieces(Path(file)), tokenizer), f"`{Path(file).name}`"
+    if text is not None:
+        return tokens_of_text([text], tokenizer), "the given text"
+    return tokens_of_text([read_sample()], tokenizer), "the built-in text"
+
+
+def load_unchanged(model: InspectedModel, dtype: str, device: str) -> nn.Module:
+    """The model, if its files are those that it was found with.
+
+    Raises:
+        OSError: if they are not.
+    """
+    network = _load(model.path, dtype, device, model.commit)
+    if model.fingerprint is not None and checkpoint_fingerprint(model.path) != model.fingerprint:
+        raise OSError(f"`{model.path}` changed while it was loaded. Run again when nothing writes to it.")
+    return network
+
+
+def add_gradients(
+    measured: DepthStatistics,
+    network: nn.Module,
+    windows: torch.Tensor,
+    name: str,
+    base_model: nn.Module | None,
+    base: str | None,
+    batch_size: int,
+):
+    """Measure the gradient of every sublayer, and that of the PreNorm model if there is one."""
+    of_sublayers = gradient_rms(network, windows, name=name, batch_size=batch_size)
+    for site in measured.sites[:-1]:
+        site.gradient_rms = of_sublayers[site.site]
+    if base_model is not None:
+        of_sublayers = gradient_rms(base_model, windows, name=base, batch_size=batch_size)
+        for site in measured.sites[:-1]:
+            site.base_gradient_rms = of_sublayers[site.site]
+
+
+def add_ablation(measured: DepthStatistics, network: nn.Module, windows: torch.Tensor, name: str, batch_size: int):
+    """Measure what every source is worth at every site, on the first tokens."""
+    few = windows[: -(-ABLATION_TOKENS // windows.shape[1])]
+    rises = ablate(network, few, name=name, batch_size=batch_size)
+    for site in measured.sites:
+        site.ablation = rises[site.site]
+
+
+def write_results(statistics: list[DepthStatistics], output: Path) -> dict[str, Any]:
+    """Write the figures, the pictures and the page, which take their places together when all are finished.
+
+    Returns:
+        The content of `depth.json`.
+    """
+    from .figures import draw
+    from .page import write_page
+
     results = {
         "schema": SCHEMA,
         "attnres_version": __version__,
         "models": [asdict(of_model) for of_model in statistics],
     }
-    write_all(results, statistics, Path(output))
-    return results
-
-
-def write_all(results: dict[str, Any], statistics: list[DepthStatistics], output: Path):
-    """Write the figures, the pictures and the page, which take their places together when all are finished."""
-    from .figures import draw
-    from .page import write_page
-
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as unfinished:
         write_file(Path(unfinished) / "depth.json", json.dumps(results) + "\n")
@@ -158,6 +233,16 @@ def write_all(results: dict[str, Any], statistics: list[DepthStatistics], output
         output.mkdir(exist_ok=True)
         for path in Path(unfinished).iterdir():
             path.replace(output / path.name)
+    return results
+
+
+def found_model(path: str) -> InspectedModel:
+    """An AttnRes checkpoint, not loaded; errors as for `read_config_dict` and `check_is_attnres`."""
+    commit = hub_commit(path)
+    fingerprint = checkpoint_fingerprint(path) if commit is None else None
+    config = _config(path, commit)
+    check_is_attnres(config, path)
+    return InspectedModel(path, commit, fingerprint, config)
 
 
 def _config(path: str, commit: str | None) -> PreTrainedConfig:
@@ -165,23 +250,18 @@ def _config(path: str, commit: str | None) -> PreTrainedConfig:
     return AutoConfig.from_pretrained(path, revision=commit or "main")
 
 
-def _tokenizer(path: str, commit: str | None) -> PreTrainedTokenizerBase:
-    try:
-        return AutoTokenizer.from_pretrained(path, revision=commit or "main")
-    except (ValueError, OSError) as error:
-        raise ValueError(f"`{path}` has no tokenizer that loads here: {str(error).splitlines()[0]}") from error
-
-
-def _check_base(base: str, configs: list[AttnResConfig], models: list[str]):
+def check_base(base: str, inspected: list[InspectedModel]):
+    """Raise a `ValueError` unless it is a PreNorm model of the same size."""
     of_base = _config(base, hub_commit(base))
     if of_base.model_type == "attnres":
         raise ValueError(f"`base={base!r}` is an AttnRes model: its PreNorm base is what is drawn beside.")
-    for config, path in zip(configs, models):
+    for model in inspected:
         for field in ("num_hidden_layers", "hidden_size", "vocab_size"):
-            if getattr(of_base, field) != getattr(config, field):
+            of_model = getattr(model.config, field)
+            if getattr(of_base, field) != of_model:
                 raise ValueError(
-                    f"`base={base!r}` has {field} {getattr(of_base, field)} and `{path}` has {getattr(config, field)}:"
-                    " it is not its base."
+                    f"`base={base!r}` has {field} {getattr(of_base, field)} and `{model.path}` has {of_model}: it is"
+                    " not its base."
                 )
 
 

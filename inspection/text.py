@@ -51,14 +51,14 @@ def tokens_of_dataset(
     Raises:
         ValueError: if it is not there, empty, or has columns of no such kind.
     """
-    from ..training import data
+    from ..rows import load_rows, row_tokenizer
 
-    rows = iter(data.load(dataset, config, split, streaming=True))
+    rows = iter(load_rows(dataset, config, split, streaming=True))
     try:
         first = next(rows, None)
     except Exception as error:  # of many kinds, when a stream starts
         raise ValueError(f"`{dataset}` cannot be read: {str(error.__cause__ or error).splitlines()[0]}") from error
     if first is None:
         raise ValueError(f"`{dataset}` is empty: there is nothing to read.")
-    of_row = data.row_tokenizer(list(first), tokenizer)
+    of_row = row_tokenizer(list(first), tokenizer)
     return (of_row(row)["input_ids"] for row in chain([first], rows))

@@ -18,9 +18,11 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 from yaml import YAMLError
 
 from .. import __version__
+from ..checkpoint import open_checkpoint
 from ..configuration_attnres import AttnResConfig
 from ..fingerprint import checkpoint_fingerprint
 from ..outputs import write_file
+from ..reports import VerificationReport
 
 
 if TYPE_CHECKING:
@@ -194,9 +196,6 @@ def model_card(
     Raises:
         ValueError, OSError: if the folder holds no whole AttnRes checkpoint.
     """
-    from ..conversion.checkpoint import open_checkpoint
-    from ..conversion.parity import VerificationReport
-
     checkpoint = open_checkpoint(folder)
     if not isinstance(checkpoint.text_config, AttnResConfig):
         raise ValueError(f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one.")

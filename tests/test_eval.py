@@ -25,16 +25,10 @@ from transformers import AutoModelForCausalLM
 
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
-from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite, surroundings
-from attnres.eval.harness import (
-    Benchmark,
-    Unavailable,
-    _sample,
-    in_sandbox,
-    load_model,
-    load_tasks,
-    task_manager,
-)
+from attnres.eval import EvalModel, EvalOptions, evaluate, evaluation_environment, load_suite
+from attnres.eval.benchmarks import Benchmark, Unavailable, in_sandbox, load_tasks, task_manager
+from attnres.eval.harness import _sample
+from attnres.eval.models import load_model
 from attnres.eval.report import rebuild
 from attnres.eval.sandbox import NoSandbox, Wall, reason_against
 from attnres.eval.saved import Finished, ModelResults
@@ -52,7 +46,7 @@ def paper(manager, tmp_path_factory):
     """The data of all rows of `paper` and `chat` as files, and the tasks that know their answers."""
     suites = [benchmark for name in ("paper", "chat") for benchmark in load_suite(name)]
     names = list(dict.fromkeys(task for benchmark in suites for task in benchmark.tasks))
-    with surroundings(None, allow_code_execution=True):
+    with evaluation_environment(None, allow_code_execution=True):
         tasks = tasks_without_data(manager, names, 4, pytest.MonkeyPatch())
     root = tmp_path_factory.mktemp("data")
     write_data_root(root, tasks.values(), 4)
@@ -199,7 +193,7 @@ def test_code_is_not_run_without_walls(paper, tmp_path, monkeypatch):
 
 def test_a_task_that_runs_code_by_itself(manager, paper, monkeypatch):
     """Not even where code may be run: it would run outside of the sandbox."""
-    with surroundings(paper[0], allow_code_execution=True):
+    with evaluation_environment(paper[0], allow_code_execution=True):
         (task,) = tasks_without_data(manager, ["humaneval"], 4, monkeypatch).values()
         assert in_sandbox(task)
         monkeypatch.setitem(task._metric_fn_list["pass_at_k"].__self__.__globals__, "compute_", None)
@@ -232,7 +226,7 @@ def test_cruxeval(manager, tmp_path):
             "assert f(__import__('os')._exit(0)) == {'q': [2, 'x']}": 0.0,
         },
     }
-    with surroundings(tmp_path, allow_code_execution=True):
+    with evaluation_environment(tmp_path, allow_code_execution=True):
         for name, scores in answers.items():
             (task,) = load_tasks(Benchmark(name, (name,), ""), manager)
             assert {answer: score_alone(task, answer) for answer in scores} == scores

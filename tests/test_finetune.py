@@ -382,6 +382,7 @@ def test_kinds_of_data(folder, tmp_path):
     """Chats and completions learn the answers alone; text, Parquet and folders are read alike."""
     from datasets import Dataset
 
+    from attnres.rows import load_rows
     from attnres.training import data
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
@@ -390,7 +391,7 @@ def test_kinds_of_data(folder, tmp_path):
     write_jsonl(tmp_path / "chat.jsonl", [{"messages": chat}])
     write_jsonl(tmp_path / "answers.jsonl", [{"prompt": "two and two", "completion": "four"}])
     for name in ("chat", "answers"):
-        row = data.tokenize(data.load(str(tmp_path / f"{name}.jsonl"), None, "train"), tokenizer)[0]
+        row = data.tokenize(load_rows(str(tmp_path / f"{name}.jsonl"), None, "train"), tokenizer)[0]
         learned = [i for i, label in zip(row["input_ids"], row["labels"]) if label != -100]
         assert tokenizer.decode(learned) == f"four{tokenizer.eos_token}"
         assert "two and two" in tokenizer.decode(row["input_ids"])
@@ -399,13 +400,13 @@ def test_kinds_of_data(folder, tmp_path):
     (tmp_path / "texts/a.txt").write_text(text)
     Dataset.from_list([{"text": text}]).to_parquet(tmp_path / "text.parquet")
     rows = [
-        data.tokenize(data.load(str(tmp_path / name), None, "train"), tokenizer)[0]
+        data.tokenize(load_rows(str(tmp_path / name), None, "train"), tokenizer)[0]
         for name in ("texts", "text.parquet")
     ]
     assert rows[0]["input_ids"] == rows[1]["input_ids"] and rows[0]["input_ids"][-1] == tokenizer.eos_token_id
     (tmp_path / "texts/b.jsonl").write_text("{}")
     with pytest.raises(ValueError, match="files of several kinds"):
-        data.load(str(tmp_path / "texts"), None, "train")
+        load_rows(str(tmp_path / "texts"), None, "train")
 
 
 def test_early_stopping_checkpointing_and_unpacked_rows(folder, tmp_path):

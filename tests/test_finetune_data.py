@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from attnres import AttnResConfig
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
+from attnres.rows import tokenize_chat
 from attnres.training import AttnResTrainer, data, finetune
 from attnres.training.config import cannot_pack
 
@@ -201,7 +202,7 @@ PROMPTED = PLAIN.replace("<assistant>{% endif %}", "<assistant><think>\n{% endif
 
 
 def learned(tokenizer, messages):
-    row = data.tokenize_chat({"messages": messages}, tokenizer)
+    row = tokenize_chat({"messages": messages}, tokenizer)
     runs, last = [], False
     for i, label in zip(row["input_ids"], row["labels"]):
         if label != -100:
@@ -241,7 +242,7 @@ def test_a_template_whose_turns_cannot_be_told_apart_is_refused(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     tokenizer.chat_template = "{% for m in messages %}[{{ messages | length }}{{ m.role }}]{{ m.content }}{% endfor %}"
     with pytest.raises(ValueError, match=r"message 1 of a chat .* put \{% generation %\} and \{% endgeneration %\}"):
-        data.tokenize_chat({"messages": CHAT}, tokenizer)
+        tokenize_chat({"messages": CHAT}, tokenizer)
 
 
 def test_tool_calls_are_learned(folder):

@@ -14,11 +14,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
-from ..outputs import write_figure
-
-
-# Okabe and Ito's colours, which colour-blind people can tell apart
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
+from ..outputs import COLOURS, write_figure
 
 
 def curve(history: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

@@ -30,6 +30,7 @@ from transformers import (
 from ..inspection.callback import DepthMapCallback
 from ..model_cards import inherited_metadata, write_adapter_card, write_model_card
 from ..outputs import write_file
+from ..rows import IGNORED_LABEL, kind_of_rows, load_rows
 from . import data
 from .config import (
     FinetuneArguments,
@@ -182,7 +183,7 @@ def make_trainer(run: Run, model: torch.nn.Module, training: AttnResTrainingArgu
     if run.packed:
         collator = functools.partial(data.collate_packed, pad_token_id=tokenizer.pad_token_id or 0)
     else:
-        collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=data.IGNORED_LABEL)
+        collator = DataCollatorForSeq2Seq(tokenizer, label_pad_token_id=IGNORED_LABEL)
     trainer = AttnResTrainer(
         model=model,
         args=training or run.training,
@@ -200,7 +201,7 @@ def make_trainer(run: Run, model: torch.nn.Module, training: AttnResTrainingArgu
     return trainer
 
 
-class Understudy(torch.nn.Module):
+class ModelWithoutWeights(torch.nn.Module):
     """Stands in for a model whose weights are not read yet: one parameter, and the arguments of `forward`."""
 
     def __init__(self):
@@ -221,7 +222,7 @@ def first_batch(run: Run) -> dict[str, torch.Tensor]:
     training.push_to_hub = False  # it would make the repository
     with tempfile.TemporaryDirectory() as training.output_dir:  # and a Trainer makes the folder
         try:
-            trainer = make_trainer(run, Understudy(), training)
+            trainer = make_trainer(run, ModelWithoutWeights(), training)
             loader = trainer.get_train_dataloader()
             trainer.create_optimizer_and_scheduler(trainer.set_initial_training_values(training, loader)[-1])
             return next(iter(loader))
@@ -258,12 +259,12 @@ def read_data(
     """
 
     def read(source: str, config: str | None, split: str) -> tuple[Dataset, str]:
-        rows = data.load(source, config, split)
+        rows = load_rows(source, config, split)
         documents = data.tokenize(rows, tokenizer, arguments.text_column)
         if verbose and len(documents) < len(rows):
             left_out = len(rows) - len(documents)
             print(f"{left_out} of {len(rows)} rows of {source} are left out: there is nothing in them to learn.")
-        return documents, data.kind_of_rows(rows.column_names, arguments.text_column)
+        return documents, kind_of_rows(rows.column_names, arguments.text_column)
 
     train, kind = read(arguments.dataset, arguments.dataset_config, arguments.split)
     if arguments.eval_dataset is not None:

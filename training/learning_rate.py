@@ -97,7 +97,7 @@ def measure_losses(trainer: "Trainer") -> dict[float, torch.Tensor]:
             return broadcast(losses).double().cpu()  # the same for all processes, as they go on together
 
         try:
-            return follow(losses_at, queries[0].shape[-1])
+            return losses_along_direction(losses_at, queries[0].shape[-1])
         finally:
             with torch.no_grad():
                 for query, start in zip(queries, before):
@@ -106,7 +106,7 @@ def measure_losses(trainer: "Trainer") -> dict[float, torch.Tensor]:
                 module.training = training
 
 
-def follow(losses_at: Callable[[float], torch.Tensor], width: int) -> dict[float, torch.Tensor]:
+def losses_along_direction(losses_at: Callable[[float], torch.Tensor], width: int) -> dict[float, torch.Tensor]:
     losses = {0.0: losses_at(0.0)}
     for rate in RATES:
         if SMALLEST_MOVE <= rate * width <= LARGEST_MOVE:

@@ -7,7 +7,7 @@ import torch
 from rich.text import Text
 from transformers import PreTrainedTokenizerBase
 
-from .data import IGNORED_LABEL
+from ..rows import IGNORED_LABEL
 
 
 # Some of them are commands for a terminal

@@ -1,0 +1,190 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""What is looked at before a checkpoint is converted: its type, config, head, tensors and queries."""
+
+import re
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+from transformers.activations import ACT2FN
+
+from ..checkpoint import QUERY_NAMES, Checkpoint
+from ..configuration_attnres import AttnResConfig, check_base_model_type
+from ..configuration_attnres import _rename_architectures as rename_architectures
+from ..depth_probe import probe_sublayers
+from ..model_cards import PIPELINE_TAGS
+from ..modeling_attnres import (
+    AttnResForQuestionAnswering,
+    AttnResForSequenceClassification,
+    AttnResForTokenClassification,
+)
+from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig
+from ..multimodal_attnres import config_class_of as multimodal_config_class
+from .running import quiet_loading
+
+
+POSITIVE_FIELDS = (
+    *("num_hidden_layers", "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads"),
+    *("head_dim", "vocab_size", "max_position_embeddings", "num_experts_per_tok", "moe_intermediate_size"),
+)
+HEADS = {
+    head.__name__: head
+    for head in (AttnResForSequenceClassification, AttnResForTokenClassification, AttnResForQuestionAnswering)
+}
+MULTIMODAL_NAME = AttnResForConditionalGeneration.__name__
+MODEL_TYPES = AttnResConfig.model_type, AttnResMultimodalConfig.model_type
+# The first number in the name of a tensor
+LAYER_NUMBERS = re.compile(r"^.*?\.(\d+)\.", re.MULTILINE)
+
+
+def is_attnres(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config_dict["model_type"] in MODEL_TYPES
+
+
+def depth_config(config: PreTrainedConfig) -> AttnResConfig | None:
+    """The config of the decoder that reads over depth, `None` if there is none."""
+    config = getattr(config, "text_config", config)
+    return config if isinstance(config, AttnResConfig) else None
+
+
+def check_type(config_dict: dict):
+    """Raise a `ValueError` if no checkpoint of this type can be converted."""
+    model_type = config_dict["model_type"]
+    if model_type in MODEL_TYPES:
+        return
+    if isinstance(config_dict.get("text_config"), dict):
+        multimodal_config_class(model_type)
+    else:
+        check_base_model_type(model_type)
+
+
+def refuse_multimodal(checkpoint: Checkpoint):
+    """Raise a `ValueError` for a model of images and text, where it is to be self-contained."""
+    if checkpoint.is_multimodal:
+        raise ValueError(
+            f"`{checkpoint.name}` cannot be self-contained: its language model is made by the code of its base, which"
+            " knows no code from a folder. Without, it loads where `attnres` is installed and imported."
+        )
+
+
+def refuse_other_naming(checkpoint: Checkpoint):
+    """Raise a `ValueError` for an AttnRes checkpoint of another implementation, which has queries to be kept."""
+    for name in checkpoint.weight_map:
+        if name.endswith("_res_proj.weight"):
+            raise ValueError(
+                f"`{checkpoint.name}` has depth queries of another implementation (`{name}`): use `attnres import`."
+            )
+
+
+def refuse_trained_queries(checkpoint: Checkpoint, consequence: str):
+    """Raise a `ValueError` that says how large the queries are, unless all are zero."""
+    name = checkpoint.prefix + QUERY_NAMES[0]
+    if name not in checkpoint.weight_map:
+        raise ValueError(f"`{checkpoint.name}` lacks the tensor `{name}`, so it is no whole AttnRes checkpoint.")
+    query = checkpoint.tensors([name])[name].float()
+    norms = query.norm(dim=-1)
+    if norms.count_nonzero():
+        raise ValueError(
+            f"`{checkpoint.name}` has trained queries, {norms.count_nonzero()} of {len(norms)} are not zero, the"
+            f" largest of norm {norms.max():.3g} at site {norms.argmax()}: {consequence}."
+        )
+
+
+def refuse_unscaled_eps(checkpoint: Checkpoint, consequence: str):
+    """Raise a `ValueError` if the checkpoint was not converted but trained from scratch."""
+    if not checkpoint.text_config.attn_res_scale_norm_eps:
+        raise ValueError(
+            f"`{checkpoint.name}` has `attn_res_scale_norm_eps=False`, as models trained from scratch do:"
+            f" {consequence}."
+        )
+
+
+def check_config(checkpoint: Checkpoint):
+    """Raise a `ValueError` for values that configuration classes let through and no model can have."""
+    config, name = checkpoint.text_config, checkpoint.name
+
+    def refuse(field: str, value: Any, allowed: str):
+        raise ValueError(f"config.json of `{name}` is not valid: `{field}={value!r}` must be {allowed}.")
+
+    for field in POSITIVE_FIELDS:
+        value = vars(config).get(config.attribute_map.get(field, field))  # some are of single layers
+        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
+            refuse(field, value, "a number >= 1")
+    for field, value in vars(config).items():
+        is_eps = field.endswith(("_eps", "epsilon")) and field != "attn_res_scale_norm_eps"
+        if is_eps and value is not None and (not isinstance(value, int | float) or not 0 <= value < 1):
+            refuse(field, value, "a number >= 0 and below 1")
+    for field in ("hidden_act", "hidden_activation"):
+        value = getattr(config, field, None)
+        if value is not None and value not in ACT2FN:
+            refuse(field, value, f"one of {', '.join(ACT2FN)}")
+    dtype = checkpoint.config.dtype
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        refuse("dtype", dtype, "one of float32, bfloat16, float16")
+    names = [name for name in checkpoint.weight_map if name.startswith(checkpoint.prefix)]
+    depth = 1 + max((int(number) for number in LAYER_NUMBERS.findall("\n".join(names))), default=-1)
+    # Fewer may be meant, as some carry layers that predict further tokens; and LongCat-Flash counts halves of layers
+    if config.num_hidden_layers > 2 * depth or config.num_hidden_layers > depth < num_layers_of(config):
+        refuse("num_hidden_layers", config.num_hidden_layers, f"at most {depth}, the layers that the weights have")
+    if checkpoint.is_multimodal:
+        allowed = [MULTIMODAL_NAME if is_attnres(checkpoint) else checkpoint.lm_class.__name__]
+    else:
+        allowed = [name for name in PIPELINE_TAGS if name != MULTIMODAL_NAME]
+        if not is_attnres(checkpoint):
+            allowed = rename_architectures(allowed, config.model_type, to_base=True)
+    architectures = checkpoint.config.architectures
+    if architectures and architectures[0] not in allowed:
+        refuse("architectures", architectures, f"one of {', '.join(allowed)}")
+
+
+def num_layers_of(config: PreTrainedConfig) -> int:
+    return len(config.sublayers_per_layer() if isinstance(config, AttnResConfig) else probe_sublayers(config))
+
+
+def check_head(checkpoint: Checkpoint, config: AttnResConfig):
+    """Raise a `ValueError` if a checkpoint has another head than the AttnRes model for the same task."""
+    architecture = (config.architectures or [None])[0]
+    if architecture not in HEADS:
+        return
+    with torch.device("meta"):
+        model = HEADS[architecture](config)
+    trunk = {id(tensor) for tensor in model.base_model.state_dict(keep_vars=True).values()}
+    for name, tensor in model.state_dict(keep_vars=True).items():
+        if id(tensor) in trunk:
+            continue
+        found = checkpoint.tensors([name])[name].shape if name in checkpoint.weight_map else None
+        if found != tensor.shape:
+            is_there = "is not there" if found is None else f"has the shape {list(found)}"
+            raise ValueError(
+                f"The head of `{checkpoint.name}` is not that of an {architecture}, in which `{name}` has the shape"
+                f" {list(tensor.shape)}: here it {is_there}. Convert the model that it was trained from, and train a"
+                " head on that."
+            )
+
+
+def check_tensors(checkpoint: Checkpoint):
+    """Raise a `ValueError` unless every tensor that the architecture needs is there, in its shape; reads none."""
+    message = None
+    with quiet_loading() as messages:
+        try:
+            _, info = checkpoint.auto_class.from_pretrained(
+                checkpoint.folder, device_map="meta", output_loading_info=True, trust_remote_code=False
+            )
+        except (RuntimeError, ValueError) as error:
+            # The names are in the report that transformers logs, a table of tensor, status and details
+            rows = re.findall(
+                r"^(\S.*?) +\| (?:MISSING|MISMATCH|CONVERSION) +\|(.*)", "\n".join(messages), re.MULTILINE
+            )
+            if rows:
+                named = f"`{rows[0][0]}` {rows[0][1].strip()}".strip()
+                message = f"tensors are missing or have another shape, among them {named}"
+            else:
+                message = f"it does not load: {' '.join(str(error).split())}"
+        except Exception as error:
+            message = f"no model can be built of its config.json: {type(error).__name__}: {error}"
+        else:
+            missing = sorted(info["missing_keys"])
+            if missing:
+                message = f"{len(missing)} tensors are missing, among them `{missing[0]}`"
+    if message is not None:
+        raise ValueError(f"`{checkpoint.name}` is not a whole {checkpoint.config.model_type} checkpoint: {message}.")

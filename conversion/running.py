@@ -1,0 +1,147 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""Running the model of a checkpoint on windows of text, as it is or with every input of a norm moved by rounding."""
+
+import contextlib
+import gc
+import tempfile
+from collections.abc import Callable, Iterator
+from logging import Handler
+
+import torch
+from huggingface_hub.utils import tqdm
+from torch import nn
+from transformers import PreTrainedModel
+from transformers.utils import logging
+
+from ..checkpoint import Checkpoint
+
+
+@contextlib.contextmanager
+def quiet_loading() -> Iterator[list[str]]:
+    """Without transformers' bars, and with its messages in a list: what they say is looked at and told otherwise."""
+    messages: list[str] = []
+    handler = Handler()
+    handler.emit = lambda record: messages.append(record.getMessage())
+    bars = logging.is_progress_bar_enabled()
+    logging.disable_progress_bar()
+    logging.disable_default_handler()
+    logging.add_handler(handler)
+    try:
+        yield messages
+    finally:
+        logging.remove_handler(handler)
+        logging.enable_default_handler()
+        if bars:
+            logging.enable_progress_bar()
+
+
+@contextlib.contextmanager
+def model_errors_explained(checkpoint: Checkpoint) -> Iterator[None]:
+    """A `ValueError` of one line for whatever a model raises whose config and weights do not go together."""
+    try:
+        yield
+    except (ValueError, OSError, MemoryError, torch.OutOfMemoryError):
+        raise
+    except Exception as error:
+        raise ValueError(
+            f"The model of `{checkpoint.name}` does not run, by its config.json or for want of a package:"
+            f" {type(error).__name__}: {' '.join(str(error).split())}"
+        ) from error
+
+
+@contextlib.contextmanager
+def loaded(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Iterator[PreTrainedModel]:
+    """The checkpoint's model, as `from_pretrained` gives it; the last one makes room for it first."""
+    gc.collect()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as offload_folder:
+        try:
+            model, info = checkpoint.auto_class.from_pretrained(
+                checkpoint.folder,
+                dtype=dtype,
+                device_map=device,
+                trust_remote_code=False,
+                offload_folder=offload_folder,
+                output_loading_info=True,
+            )
+        except RuntimeError as error:
+            raise ValueError(f"`{checkpoint.name}` does not load: {error}") from error
+        missing = sorted(info["missing_keys"])
+        if missing:
+            raise ValueError(
+                f"`{checkpoint.name}` lacks {len(missing)} tensors of a {type(model).__name__}, among them"
+                f" `{missing[0]}`."
+            )
+        yield model.eval()
+
+
+@torch.inference_mode()
+def run(
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    device: str,
+    windows: torch.Tensor,
+    progress: tqdm,
+    also_moved: bool = False,
+) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
+    """Logits, or last hidden states, of every window, `[seq, vocab or hidden]` each, on the CPU.
+
+    The model is gone when this returns. With `also_moved` the second list holds the outputs with moved norm inputs.
+    """
+
+    def outputs_of(model: PreTrainedModel) -> list[torch.Tensor]:
+        outputs = []
+        for ids in windows:
+            output = model(input_ids=ids[None].to(model.device), use_cache=False)
+            outputs.append((output.logits if "logits" in output else output.last_hidden_state)[0].cpu())
+            progress.update()
+        return outputs
+
+    with loaded(checkpoint, dtype, device) as model:
+        outputs = outputs_of(model)
+        if not also_moved:
+            return outputs, None
+        with norm_inputs_moved_by_one_ulp(model):
+            return outputs, outputs_of(model)
+
+
+def norms_of(model: PreTrainedModel) -> dict[str, nn.Module]:
+    """The norms of a model by name, of which most stand behind the residual stream or behind a read over depth."""
+    modules = model.base_model.named_modules()
+    return {
+        name: module
+        for name, module in modules
+        if "norm" in type(module).__name__.lower() and not [*module.children()]
+    }
+
+
+@contextlib.contextmanager
+def hooks_removed_afterwards(handles: list) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+def norm_inputs_moved_by_one_ulp(model: PreTrainedModel) -> contextlib.AbstractContextManager:
+    """While it is on, every value that a norm reads is replaced by a neighbour in its dtype, above or below."""
+    generator = torch.Generator().manual_seed(0)
+
+    def move(norm, inputs):
+        up = torch.randint(0, 2, inputs[0].shape, generator=generator).to(inputs[0].device)
+        moved = torch.nextafter(inputs[0], torch.where(up.bool(), torch.inf, -torch.inf).to(inputs[0].dtype))
+        return moved, *inputs[1:]
+
+    return hooks_removed_afterwards([norm.register_forward_pre_hook(move) for norm in norms_of(model).values()])
+
+
+@contextlib.contextmanager
+def norm_outputs(model: PreTrainedModel) -> Iterator[dict[str, torch.Tensor]]:
+    """While it is on, what the norms give is collected by their names, in the order in which they run."""
+    outputs = {}
+
+    def keep(name: str) -> Callable:
+        return lambda norm, inputs, output: outputs.__setitem__(name, output.detach().float().cpu())
+
+    with hooks_removed_afterwards([norm.register_forward_hook(keep(name)) for name, norm in norms_of(model).items()]):
+        yield outputs

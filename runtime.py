@@ -1,0 +1,29 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What a run has to run on: devices, dtypes, and which of several processes this one is."""
+
+import os
+
+import torch
+
+
+def default_device() -> str:
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def reason_against_device(device: str) -> str | None:
+    """What torch says if a tensor cannot be put there, in one line; `None` if it can."""
+    try:
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
+        return str(error).splitlines()[0]
+    return None
+
+
+def is_dtype(name: str) -> bool:
+    """Whether torch has a dtype of this name, such as `bfloat16`."""
+    return isinstance(getattr(torch, name, None), torch.dtype)
+
+
+def is_first_process() -> bool:
+    """Whether this one writes and tells, of those that `accelerate launch` or torchrun may have started."""
+    return os.environ.get("RANK", "0") == "0"

@@ -1,0 +1,208 @@
+# SPDX-License-Identifier: Apache-2.0
+"""All commands as one program: panels and examples in the help, JSON alone on stdout, exit codes, no colours in pipes.
+
+What the commands do is tested where that is; the slow ones are stood in for by what they return, and by what they
+print meanwhile.
+"""
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from tiny_models import tiny_base_model
+from typer.main import get_command
+
+from attnres.cli import COMMANDS, app
+from attnres.conversion.parity import read_sample
+from attnres.demo import train_tokenizer
+
+
+PROGRAM = get_command(app)
+NAMES = sorted(PROGRAM.commands)
+WITHOUT_JSON = ["demo"]
+SITE = {"weights": [0.5, 0.5], "relative_entropy": 0.75, "predecessor_weight": 0.5}
+
+
+@pytest.fixture(scope="module")
+def base(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models") / "base"
+    tokenizer = train_tokenizer([read_sample()], vocab_size=300)
+    tiny_base_model("llama", vocab_size=len(tokenizer)).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture
+def run_json(run_attnres, capsys):
+    """The exit code, and what is on stdout, which has to be one JSON object with keys that the help names."""
+
+    def run(command, *arguments):
+        capsys.readouterr()
+        code = run_attnres(command, *arguments, "--json")
+        result = json.loads(capsys.readouterr().out)
+        return code, result
+
+    return run
+
+
+def json_help(command: str) -> str:
+    option = next(option for option in PROGRAM.commands[command].params if "--json" in option.opts)
+    return option.help
+
+
+def are_documented(keys, command: str) -> bool:
+    return set(keys) <= set(re.findall(r"\w+", json_help(command)))
+
+
+def test_panels(run_attnres, capsys):
+    """The help of the program has every command in a panel of its own kind."""
+    assert run_attnres("--help") == 0
+    shown = capsys.readouterr().out
+    places = [shown.index(f"─ {panel} ─") for panel in COMMANDS]
+    assert places == sorted(places) and "\x1b" not in shown
+    assert sum(map(len, COMMANDS.values())) == len(NAMES)
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_help(command, run_attnres, capsys):
+    """It ends with an example, which is a call that the program takes, and has no colours where it is piped."""
+    assert run_attnres(command, "--help") == 0
+    shown = capsys.readouterr().out
+    example = " ".join(shown[shown.index("Example: ") :].split()).removeprefix("Example: ")
+    program, named, *arguments = shlex.split(example)
+    assert (program, named) == ("attnres", command) and "\x1b" not in shown
+    PROGRAM.commands[command].make_context(command, arguments)  # fails for what it does not take
+
+
+@pytest.mark.parametrize("command", NAMES)
+def test_unknown_option(command, run_attnres, capsys):
+    assert run_attnres(command, "--no-such-option") == 2
+    printed = capsys.readouterr()
+    assert printed.out == "" and "--no-such-option" in printed.err and "\x1b" not in printed.err
+
+
+def test_the_same_words_for_the_same_things():
+    """An option of one name has one short form, and what is read and written has one name as well."""
+    short_forms = {}
+    for command in PROGRAM.commands.values():
+        for option in command.params:
+            for name in option.opts:
+                if name.startswith("--"):
+                    short_forms.setdefault(name, set()).add(tuple(o for o in option.opts if not o.startswith("--")))
+    assert {name: forms for name, forms in short_forms.items() if len(forms) > 1} == {}
+    assert short_forms["--output"] == {("-o",)}
+    for name in ("convert", "revert", "import", "export"):
+        arguments = [param for param in PROGRAM.commands[name].params if param.param_type_name == "argument"]
+        assert [argument.metavar for argument in arguments] == ["SRC", "DST"]
+    options = {name: {opt for param in PROGRAM.commands[name].params for opt in param.opts} for name in NAMES}
+    assert [name for name in NAMES if "--json" not in options[name]] == WITHOUT_JSON
+
+
+def test_colours_and_json_in_a_pipe(tmp_path):
+    """In a process of its own: what libraries say when they are imported is not on stdout either."""
+    command = [sys.executable, "-m", "attnres", "env", "--json"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    found = json.loads(result.stdout)
+    assert are_documented(found, "env") and {"torch", "transformers"} <= found["packages"].keys()
+    assert found["reads"][0].startswith("cpu: ") and "\x1b" not in result.stdout + result.stderr
+
+
+def test_families(base, run_json, run_attnres, capsys):
+    code, found = run_json("families", "llama", "bert")
+    assert code == 0 and are_documented(found, "families")
+    assert list(found["supported"]) == ["llama"] and "bert" in {**found["refused"], **found["others"]}
+    code, found = run_json("families", "--probe", base)
+    assert code == 0 and (found["model_type"], found["layers"][0]["first"]) == ("llama", 0)
+    assert {line["what"] for line in found["layers"][0]["lines"]} == {"reads", "writes"}
+    assert run_attnres("families", "llama", "--probe", base, "--json") == 2
+    assert run_attnres("families", "lama", "--json") == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and "Did you mean llama" in printed.err
+
+
+def test_a_checkpoint_through_all_conversions(base, tmp_path, run_json, run_attnres, capsys):
+    """Converted, compared, described, exported, imported, planned to be pushed, and reverted."""
+    steps = {
+        "convert": (base, tmp_path / "a", "--no-verify", "--num-blocks", 2),
+        "revert": (tmp_path / "a", tmp_path / "b", "--no-verify"),
+        "export": (tmp_path / "a", tmp_path / "k", "--to", "kimi", "--force"),
+        "import": (tmp_path / "k", tmp_path / "i"),
+    }
+    for command, arguments in steps.items():
+        code, found = run_json(command, *arguments)
+        assert code == 0 and found["wrote"] == [str(arguments[1])] and arguments[1].is_dir()
+        keys = {"operation", "source", "destination", "verification", "notes", "wrote"}
+        assert keys <= found.keys() and are_documented(keys, command)
+    code, found = run_json("verify", base, tmp_path / "a", "--max-tokens", 32)
+    assert code == 0 and found["equal"] is True and {"first", "second", "first_difference", "parities"} <= found.keys()
+    code, found = run_json("card", tmp_path / "a", "--base-model", "tester/base")
+    assert code == 0 and found == {"wrote": [str(tmp_path / "a" / "README.md")]}
+    (tmp_path / "a" / "notes.txt").write_text("x")
+    code, found = run_json("push", tmp_path / "a", "tester/a", "--dry-run")
+    assert code == 0 and found.keys() == {"files", "left_out", "url", "commit"} and are_documented(found, "push")
+    assert found["left_out"] == ["notes.txt"] and found["files"]["config.json"] > 0 and found["commit"] is None
+
+    assert run_attnres("convert", base, tmp_path / "a", "--json") == 1
+    printed = capsys.readouterr()
+    assert printed.out == "" and "is not empty" in " ".join(printed.err.split())
+
+
+def test_paths_are_said_at_the_end(base, tmp_path, run_attnres, capsys):
+    assert run_attnres("convert", base, tmp_path / "out", "--no-verify") == 0
+    printed = capsys.readouterr().out
+    assert printed.splitlines()[-1] == f"Wrote {tmp_path / 'out'}" and "\x1b" not in printed
+
+
+def stand_in(result):
+    """Of a function: it prints, and returns the result."""
+
+    def function(*args, **kwargs):
+        print("on the way")
+        return result
+
+    return function
+
+
+def test_what_takes_long(tmp_path, monkeypatch, run_json, capsys):
+    """Of training and measuring, JSON is on stdout alone, and what is printed meanwhile on stderr."""
+    from attnres import eval, inspection, training
+    from attnres.benchmarks import twin
+
+    history = [{"step": 0, "eval_loss": 2.0}, {"step": 5, "eval_loss": 1.0}]
+    tuned = training.FinetuneResult(tmp_path / "final", history, 7, None, [tmp_path / "loss.png"])
+    monkeypatch.setattr(training, "finetune", stand_in(tuned))
+    code, found = run_json("finetune", tmp_path / "run.yaml")
+    assert code == 0 and are_documented(found, "finetune") and found["losses"] == [2.0, 1.0]
+    assert found["wrote"] == [str(tmp_path / "final"), str(tmp_path / "loss.png")]
+
+    results = {"schema": 2, "models": [], "rows": [], "skipped": {"IFEval": "its data is not there"}}
+    monkeypatch.setattr(eval, "evaluate", stand_in(results))
+    (tmp_path / "results.json").write_text("{}")
+    code, found = run_json("eval", "model", "--suite", "quick", "-o", tmp_path)
+    assert code == 3 and are_documented(found.keys() - {"schema"}, "eval")
+    assert found["wrote"] == [str(tmp_path / "results.json")]
+    monkeypatch.setattr(eval, "prefetch", stand_in((["model"], {})))
+    code, found = run_json("eval", "model", "--suite", "quick", "--prefetch")
+    assert code == 0 and found == {"there": ["model"], "skipped": {}} and are_documented(found, "eval")
+    monkeypatch.setattr(eval.report, "rebuild", stand_in([tmp_path / "table.md"]))
+    assert run_json("report", tmp_path) == (0, {"wrote": [str(tmp_path / "table.md")]})
+
+    model = {"model": "a", "num_tokens": 9, "sites": [{**SITE, "weights": [1.0]}, SITE]}
+    monkeypatch.setattr(inspection, "inspect", stand_in({"models": [model]}))
+    code, found = run_json("inspect", "a", "-o", tmp_path)
+    assert code == 0 and len(found["wrote"]) == 6
+    assert found["models"] == [{"model": "a", "num_tokens": 9, "relative_entropy": 0.75, "newest_source_weight": 0.5}]
+
+    measured = {"settings": {}, "machine": {}, "time": [], "activations": [], "peaks": []}
+    monkeypatch.setattr(twin, "bench", stand_in(measured))
+    code, found = run_json("bench", "-o", tmp_path)
+    assert code == 0 and are_documented(found, "bench") and found["wrote"][0] == str(tmp_path / "bench.json")
+
+
+def test_json_of_what_is_for_people(tmp_path, run_attnres, capsys):
+    assert run_attnres("finetune", tmp_path / "run.yaml", "--show-batch", "--json") == 2
+    assert "--show-batch is for people" in " ".join(capsys.readouterr().err.split())
