@@ -5,6 +5,7 @@
 #   model of BASE (llama) and BLOCK_SIZE (2); RUN_SLOW=1 runs those that take long as well
 # make test-transformers-mixins   the part of them that transformers' source distribution carries
 # make lint   ruff and transformers' modelling rules
+# make docs   the pages as a site, in site/
 # make test-5.19   what has to hold on transformers 5.19 as well, in an environment of its own
 # Each sets up .venv first if it is missing or older than what it is made from.
 
@@ -22,7 +23,7 @@ SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVE
 	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE)
 SUITE_OPTIONS := -q -n 2 -o addopts= -p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning --timeout 900 -rfE
 
-.PHONY: demo test test-all test-transformers test-transformers-mixins test-5.19 lint clean
+.PHONY: demo test test-all test-transformers test-transformers-mixins test-5.19 lint docs clean
 
 demo: $(VENV)/installed
 	$(BIN)/attnres demo
@@ -52,6 +53,10 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff format --check .
 	$(BIN)/mlinter configuration_attnres.py modeling_attnres.py
 
+# The switch is for an advertisement that mkdocs-material prints
+docs: $(VENV)/installed-docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[eval,train]"
@@ -63,6 +68,10 @@ $(VENV)/installed-dev: $(VENV)/installed
 
 $(VENV)/installed-suite: $(VENV)/installed-dev
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt expecttest httpx parameterized timeout-decorator
+	touch $@
+
+$(VENV)/installed-docs: $(VENV)/installed
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 # Its tests are read where they are and belong to nobody's wheel
@@ -83,4 +92,4 @@ $(VENV)-5.19/installed: pyproject.toml constraints-5.19.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-5.19 attnres-demo
+	rm -rf $(VENV) $(VENV)-5.19 attnres-demo site

@@ -14,14 +14,14 @@ ROOT = Path(__file__).parents[1]
 PAGE, RECORD = ROOT / "docs/families.md", ROOT / "families.json"
 HEAD = """# Which decoders can be a base
 
-Every type that transformers {version} has a causal language model of. `attnres families` shows the same, and
-`attnres families --probe FOLDER_OR_ID` says of any other checkpoint whether it can be a base, and where its code reads
-its residual stream and writes to it. Made by `python tests/family_survey.py RESULTS.json` and
-`python tests/families_page.py RESULTS.json`: a tiny model of each type with random weights, in fp64 where it runs in
-that ({fp32} do not).
+This page lists every type that transformers {version} has a causal language model of. {supported} are supported,
+{refused} are refused, and {others} are not decoders. `attnres families` shows the same. For any other checkpoint,
+`attnres families --probe FOLDER_OR_ID` says whether it can be a base, and where its code reads its residual stream and
+writes to it.
 
-{supported} are supported, {refused} refused, {others} are not decoders. Relative differences of logits, the largest of
-all supported types in fp64, of blocks of 1, 2 and 3 sublayers:
+The figures were made with a tiny model of each type with random weights, in fp64 where it runs in that ({fp32} do
+not): `python tests/family_survey.py RESULTS.json` and `python tests/families_page.py RESULTS.json`. These are the
+relative differences of logits, the largest of all supported types in fp64, of blocks of 1, 2 and 3 sublayers:
 
 | | largest difference |
 |---|---|
@@ -35,16 +35,22 @@ all supported types in fp64, of blocks of 1, 2 and 3 sublayers:
 weights back byte for byte.
 
 The definition is written on what the base's own code computes, operation by operation (`tests/literal_definition.py`).
-It shares no code with the package, but its idea of what writes to the residual stream and what reads it.
+It shares no code with the package, but it shares its idea of what writes to the residual stream and what reads it.
 
 ## Supported
 
-*Additions* is how often each layer adds to the residual stream. *Cached* is generation with the KV cache against one
-pass without it, and *padded* generation from a prompt with padding in front of it against the prompt alone, each of
-the AttnRes model and of its base: where these differ by more than rounding, they do so in the base as well. *Packing*
-says whether documents in one row are kept apart, so that `attnres finetune` packs them. *Compile* says whether
-`torch.compile(fullgraph=True)` captures the model as one graph. *TP*, *checkpointing* and *engines* (attention that
-serving engines put in its place, vLLM's Transformers backend among them) are what the base says it can do.
+| column | what it says |
+|---|---|
+| additions | how often each layer adds to the residual stream |
+| zero queries, random queries | the difference to the base and to the definition, as above |
+| cached | generation with the KV cache against one pass without it, of the AttnRes model and of its base |
+| padded | generation from a prompt with padding in front of it against the prompt alone, of both |
+| packing | whether documents in one row are kept apart, so that `attnres finetune` packs them |
+| compile | whether `torch.compile(fullgraph=True)` captures the model as one graph |
+| TP, checkpointing, engines | what the base says it can do: tensor parallelism, gradient checkpointing, and \
+attention that serving engines put in its place, vLLM's Transformers backend among them |
+
+Where *cached* or *padded* differ by more than rounding, they do so in the base as well.
 
 | type | additions | zero queries | random queries | cached: AttnRes | base | padded: AttnRes | base | KV cache | \
 packing | compile | TP | checkpointing | engines |

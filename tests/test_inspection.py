@@ -32,7 +32,7 @@ from attnres.inspection.text import pieces, read_windows
 from attnres.model_cards import write_model_card
 
 
-GUIDE = (Path(__file__).parent.parent / "docs/guide.md").read_text(encoding="utf-8")
+PAGE = (Path(__file__).parent.parent / "docs/how_to/inspect.md").read_text(encoding="utf-8")
 
 
 # Of figures computed in fp64, whose rounding is a million times smaller
@@ -277,7 +277,7 @@ def test_schema_is_documented(folder, tmp_path):
     for part, kind in ((model, DepthStatistics), (model["sites"][0], SiteStatistics), (model["excerpt"], Excerpt)):
         assert list(part) == [field.name for field in dataclasses.fields(kind)]
         for name in part:
-            assert name in kind.__doc__ and f"`{name}`" in GUIDE.replace("[site][token][source]", "")
+            assert name in kind.__doc__ and f"`{name}`" in PAGE
 
 
 def test_card_names_what_was_measured(folder, tmp_path):

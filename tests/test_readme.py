@@ -1,16 +1,18 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every example of the README and of the pages runs, in order, in one process for each, and prints what stands there.
+"""Every example of the README and of the pages runs, in order, in one process for each, and prints what is below it.
 
-Commands and options that they name exist, and so does what they link to.
+Commands and options that they name exist, and so does what they link to. The site has every page.
 """
 
+import importlib
 import re
 import shlex
 from pathlib import Path
 
 import pytest
+import typer.main
+import yaml
 from tiny_models import FAMILIES
-from typer.testing import CliRunner
 
 from attnres.cli import app
 from attnres.modeling_attnres import AttnResForCausalLM
@@ -19,10 +21,15 @@ from attnres.modeling_attnres import AttnResForCausalLM
 ROOT = Path(__file__).parent.parent
 PAGES = {
     path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
-    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/*.md"))
+    for path in (*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md"))
 }
-# A block of code, and of what it prints if that stands below it
+# A block of code, and of what it prints, which stands directly below it
 EXAMPLE = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", flags=re.DOTALL)
+# What the pages leave out, and say so: the log of the Trainer, and progress bars
+LEFT_OUT = re.compile(r"^(\{'.*\}|.*━.*)\n", flags=re.MULTILINE)
+COMMANDS = typer.main.get_command(app).commands
+# The pages of the site that lie elsewhere in the repository, as in docs/site_pages.py
+ELSEWHERE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
 @pytest.mark.parametrize("page", [page for page, text in PAGES.items() if EXAMPLE.search(text)])
@@ -30,41 +37,96 @@ def test_examples(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(AttnResForCausalLM, "_auto_class", None)
     namespace = {}
-    for code, printed in EXAMPLE.findall(PAGES[page]):
+    for code, expected in EXAMPLE.findall(PAGES[page]):
+        assert expected, f"There is no output below this example:\n{code}"
         capsys.readouterr()
         exec(compile(code, page, "exec"), namespace)
-        if printed:
-            assert capsys.readouterr().out == printed
+        assert LEFT_OUT.sub("", capsys.readouterr().out) == expected
 
 
-def test_every_page_is_linked_from_the_first():
-    for page in PAGES:
-        if page.startswith("docs/"):
-            assert f"]({page}" in PAGES["README.md"], page
+def links(page: str) -> list[tuple[Path, str]]:
+    """Files of the repository that a page links to, and the heading in each, or nothing."""
+    text = re.sub(r"```.*?```|`[^`]*`", "", PAGES[page], flags=re.DOTALL)
+    targets = [target.partition("#") for target in re.findall(r"\]\(([^)]+)\)", text) if "://" not in target]
+    return [((ROOT / page).parent / path if path else ROOT / page, heading) for path, _, heading in targets]
+
+
+def headings(page: Path) -> list[str]:
+    """As GitHub names them in links, and the site."""
+    text = re.sub(r"```.*?```", "", page.read_text(encoding="utf-8"), flags=re.DOTALL)
+    found = re.findall(r"^#+ (.*)$", text, flags=re.MULTILINE)
+    return [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in found]
 
 
 @pytest.mark.parametrize("page", PAGES)
 def test_links(page):
-    text = re.sub(r"```.*?```", "", PAGES[page], flags=re.DOTALL)
-    for target in re.findall(r"\]\(([^)]+)\)", text):
-        if target.startswith("https://"):
-            continue
-        path, _, heading = target.partition("#")
-        linked = (ROOT / page).parent / path
-        assert linked.exists(), target
-        if heading:  # as on GitHub
-            headings = re.findall(r"^#+ (.*)$", linked.read_text(encoding="utf-8"), flags=re.MULTILINE)
-            assert heading in [re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-") for text in headings], target
+    for path, heading in links(page):
+        assert path.is_file(), f"{path} is not there, or a folder, which a site does not show"
+        assert not heading or heading in headings(path), f"{path} has no heading {heading}"
+
+
+def test_headings_differ():
+    """GitHub and the site number equal headings in different ways."""
+    for page in PAGES:
+        if page != "CHANGELOG.md":
+            assert len(set(headings(ROOT / page))) == len(headings(ROOT / page)), page
+
+
+def test_every_page_can_be_reached_from_the_first():
+    reached, to_read = set(), ["README.md"]
+    while to_read:
+        page = to_read.pop()
+        if page not in reached:
+            reached.add(page)
+            paths = {path.resolve().relative_to(ROOT.resolve()).as_posix() for path, _ in links(page)}
+            to_read += paths & PAGES.keys()
+    assert {page for page in PAGES if page.startswith("docs/")} <= reached
+
+
+def test_navigation_lists_every_page_once():
+    def pages(entry) -> list[str]:
+        if isinstance(entry, str):
+            return [entry]
+        return [page for part in (entry.values() if isinstance(entry, dict) else entry) for page in pages(part)]
+
+    listed = pages(yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))["nav"])
+    in_docs = [page.removeprefix("docs/") for page in PAGES if page.startswith("docs/")]
+    assert sorted(listed) == sorted(in_docs + list(ELSEWHERE.values()))
+
+
+@pytest.mark.parametrize(
+    "page, module",
+    {
+        "models": "attnres",
+        "conversion": "attnres.conversion",
+        "training": "attnres.training",
+        "inspection": "attnres.inspection",
+        "evaluation": "attnres.eval",
+    }.items(),
+)
+def test_reference_has_every_public_name(page, module):
+    if module == "attnres.eval":
+        pytest.importorskip("lm_eval")
+    paths = re.findall(r"^::: attnres\.(.+)$", PAGES[f"docs/reference/{page}.md"], flags=re.MULTILINE)
+    names = [path.rpartition(".")[2] for path in paths]
+    assert len(names) == len(set(names)) and set(importlib.import_module(module).__all__) <= set(names)
 
 
 def test_every_family_is_listed():
     assert set(re.findall(r"^\| (\w+) \| \de-", PAGES["docs/parity.md"], flags=re.MULTILINE)) == FAMILIES.keys()
 
 
-@pytest.mark.parametrize("command", sorted(set(re.findall(r"`(attnres [a-z]+[^`]*)`", "".join(PAGES.values())))))
+def commands() -> set[str]:
+    """The commands that the pages name, in the text and in blocks of code that are not Python."""
+    text = "\n".join(PAGES.values())
+    blocks = re.findall(r"^```(\w*)\n(.*?)^```$", text, flags=re.DOTALL | re.MULTILINE)
+    lines = "\n".join(block for language, block in blocks if not language).replace("\\\n", " ")
+    text = re.sub(r"^```.*?^```$", "", text, flags=re.DOTALL | re.MULTILINE)
+    return {*re.findall(r"`(attnres [a-z]+[^`]*)`", text), *re.findall(r"^(attnres [a-z]+.*)$", lines, re.MULTILINE)}
+
+
+@pytest.mark.parametrize("command", sorted(commands()))
 def test_commands_exist(command):
-    subcommand = shlex.split(command)[1]
-    result = CliRunner().invoke(app, [subcommand, "--help"])
-    assert result.exit_code == 0
-    for option in re.findall(r"--[a-z-]+", command):
-        assert option in result.output
+    name, *words = shlex.split(command)[1:]
+    options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+    assert {word.partition("=")[0] for word in words if re.match("--?[a-z]", word)} <= options | {"--help"}
