@@ -11,6 +11,7 @@ import shutil
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from filelock import FileLock, Timeout
@@ -133,7 +134,7 @@ class Checkpoint:
         return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
 
     @property
-    def auto_class(self) -> type:
+    def auto_class(self) -> Any:
         """What loads it with its head, or the trunk alone where that is not one of a language model."""
         if self.is_multimodal:
             return AutoModelForImageTextToText

@@ -74,8 +74,8 @@ def evaluate(
     Raises:
         ValueError, OSError: for what does not exist or contradicts itself, before any model is loaded.
     """
-    models = [EvalModel(model) if isinstance(model, str) else model for model in models]
-    if not models:
+    given = [EvalModel(model) if isinstance(model, str) else model for model in models]
+    if not given:
         raise ValueError("There is no model to evaluate.")
     options = options or EvalOptions()
     manager = task_manager(None if include_path is None else Path(include_path).absolute())
@@ -101,9 +101,9 @@ def evaluate(
         raise ValueError(f"`device={device!r}` is not there: {str(error).splitlines()[0]}") from None
     if allow_code_execution and any(benchmark.runs_code for benchmark in benchmarks):
         sandbox.available()
-    models = [model.resolved() for model in models]
+    resolved = [model.resolved() for model in given]
     if options.apply_chat_template or any(benchmark.apply_chat_template for benchmark in benchmarks):
-        for model in models:
+        for model in resolved:
             check_chat_template(model)
     options = replace(
         options,
@@ -114,7 +114,7 @@ def evaluate(
     with output_folder(output) as output:
         if is_first_process():
             report.keep_what_is_not_ours(output)
-        saved = [ModelResults(output, model, options, versions()) for model in models]
+        saved = [ModelResults(output, model, options, versions()) for model in resolved]
         with surroundings(data_root, allow_code_execution):
             finished, skipped = run(
                 saved,
