@@ -4,9 +4,10 @@
 # make test-transformers TRANSFORMERS=DIR   transformers' own model tests, from a checkout of transformers in DIR, on the
 #   model of BASE (llama) and BLOCK_SIZE (2); RUN_SLOW=1 runs those that take long as well
 # make test-transformers-mixins   the part of them that transformers' source distribution carries
-# make lint   ruff and transformers' modelling rules
+# make lint   ruff, transformers' modelling rules and mypy
 # make docs   the pages as a site, in site/
-# make test-5.19   what has to hold on transformers 5.19 as well, in an environment of its own
+# make test-5.19   what has to hold on transformers 5.19 as well, in an environment of its own; so for 5.16, the oldest
+# make build   the source distribution and the wheel, in dist/
 # Each sets up .venv first if it is missing or older than what it is made from.
 
 PYTHON ?= python3
@@ -23,7 +24,7 @@ SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVE
 	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE)
 SUITE_OPTIONS := -q -n 2 -o addopts= -p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning --timeout 900 -rfE
 
-.PHONY: demo test test-all test-transformers test-transformers-mixins test-5.19 lint docs clean
+.PHONY: demo test test-all test-transformers test-transformers-mixins test-5.16 test-5.19 lint docs build clean
 
 demo: $(VENV)/installed
 	$(BIN)/attnres demo
@@ -43,8 +44,8 @@ test-transformers-mixins: $(VENV)/installed-suite $(VENV)/transformers
 	TRANSFORMERS="$(abspath $(VENV)/transformers)" $(SUITE) \
 		$(BIN)/python -m pytest $(SUITE_OPTIONS) tests/transformers_suite/suite.py
 
-test-5.19: $(VENV)-5.19/installed
-	$(VENV)-5.19/bin/python -m pytest -n 2 -p no:cacheprovider tests/test_conversion.py \
+test-5.16 test-5.19: test-%: $(VENV)-%/installed
+	$(VENV)-$*/bin/python -m pytest -n 2 -p no:cacheprovider tests/test_conversion.py \
 		tests/test_families.py tests/test_generation.py tests/test_interchange.py tests/test_loading.py \
 		tests/test_multimodal.py tests/test_readme.py
 
@@ -52,6 +53,12 @@ lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mlinter configuration_attnres.py modeling_attnres.py
+	mkdir -p $(VENV)/types
+	ln -sfn "$(CURDIR)" $(VENV)/types/attnres
+	MYPYPATH=$(VENV)/types $(BIN)/mypy
+
+build: $(VENV)/installed-dev
+	$(BIN)/python -m build --no-isolation
 
 # The switch is for an advertisement that mkdocs-material prints
 docs: $(VENV)/installed-docs
@@ -85,11 +92,11 @@ $(VENV)/transformers: constraints.txt
 	rm -r $@.download
 	touch $@
 
-$(VENV)-5.19/installed: pyproject.toml constraints-5.19.txt
-	test -x $(VENV)-5.19/bin/python || $(PYTHON) -m venv $(VENV)-5.19
-	$(VENV)-5.19/bin/python -m pip install --quiet --constraint constraints-5.19.txt \
+$(VENV)-%/installed: pyproject.toml constraints-%.txt
+	test -x $(VENV)-$*/bin/python || $(PYTHON) -m venv $(VENV)-$*
+	$(VENV)-$*/bin/python -m pip install --quiet --constraint constraints-$*.txt \
 		pytest pytest-timeout pytest-xdist hqq --editable ".[train]"
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-5.19 attnres-demo site
+	rm -rf $(VENV) $(VENV)-5.16 $(VENV)-5.19 attnres-demo build dist site *.egg-info

@@ -10,7 +10,7 @@ import importlib.util
 import sys
 
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _PUBLIC_NAMES = {
     "AttnResConfig": ".configuration_attnres",

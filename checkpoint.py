@@ -7,6 +7,7 @@ import functools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
@@ -114,7 +115,7 @@ class Checkpoint:
         return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
 
     @property
-    def auto_class(self) -> type:
+    def auto_class(self) -> Any:
         """What loads it with its head, or the trunk alone where that is not one of a language model."""
         if self.is_multimodal:
             return AutoModelForImageTextToText

@@ -7,6 +7,7 @@ import functools
 import inspect
 import math
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from typing import Any
 
@@ -90,7 +91,7 @@ def _check_scale_norm_eps(value: bool):
         raise ValueError(f"`attn_res_scale_norm_eps={value!r}` must be True or False, not {_name_type(value)}.")
 
 
-_FIELD_CHECKS = {
+_FIELD_CHECKS: dict[str, Callable[[Any], None]] = {
     "base_model_type": check_base_model_type,
     "attn_res_block_size": _check_block_size,
     "attn_res_norm_eps": _check_norm_eps,
@@ -98,7 +99,7 @@ _FIELD_CHECKS = {
 }
 
 
-def _check_fields_first(config_class: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+def _check_fields_first(config_class: Any) -> Any:
     """Let our fields fail with a `ValueError` that says what is allowed; `@strict` tells of types, and by itself."""
     strict_setattr = config_class.__setattr__
 
@@ -136,7 +137,7 @@ def _is_field(name: str, base_class: type[PreTrainedConfig]) -> bool:
 
 def _is_known(name: str, base_class: type[PreTrainedConfig]) -> bool:
     return (
-        name in _base_keywords(base_class)
+        name in _base_keywords(base_class)  # type: ignore[arg-type]
         or name in _GENERIC_KEYWORDS
         or name in GenerationConfig._get_default_generation_params()
         or name.startswith("_")
@@ -148,7 +149,8 @@ def _check_known(kwargs: dict[str, Any], base_class: type[PreTrainedConfig]):
     for name, value in kwargs.items():
         if name in own or _is_known(name, base_class):
             continue
-        close = difflib.get_close_matches(name, [*_base_keywords(base_class), *own], n=3)
+        known = [*_base_keywords(base_class), *own]  # type: ignore[arg-type]
+        close = difflib.get_close_matches(name, known, n=3)
         raise ValueError(
             f"Unknown field `{name}={value!r}` for an AttnRes model on base `{base_class.model_type}`."
             f" Allowed are the fields of `{base_class.__name__}` and"
@@ -231,7 +233,7 @@ class AttnResConfig(PreTrainedConfig):
             if name in vars(base) and not name.startswith("__"):
                 member = vars(base)[name]
                 if isinstance(member, property):  # of which a compiler knows no `__get__`
-                    return member.fget(self)
+                    return member.fget(self)  # type: ignore[misc]
                 return member.__get__(self, type(self)) if hasattr(member, "__get__") else member
         raise AttributeError(f"'{type(self).__name__}' object has no attribute '{name}'")
 

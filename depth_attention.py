@@ -22,6 +22,7 @@ import math
 import sys
 import weakref
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -283,7 +284,7 @@ def read_and_norm(
     Returns:
         The normed mix, `[batch, seq, hidden]`, and the weights, `[batch, seq, sources]`.
     """
-    weight, norm_eps = rms_norm_parameters(norm, sources[-1].dtype)
+    weight, norm_eps = rms_norm_parameters(norm, sources[-1].dtype)  # type: ignore[misc]
     return ReadAndNorm.apply(query, torch.stack(scores, dim=-1), weight, norm_eps / factor**2, eps, *sources)
 
 
@@ -348,7 +349,7 @@ def merge_partial(
 
 
 # A generation is known by its KV cache, and its buffers are freed with it
-_BLOCK_CACHES = weakref.WeakKeyDictionary()
+_BLOCK_CACHES: weakref.WeakKeyDictionary[Any, "BlockCache"] = weakref.WeakKeyDictionary()
 
 
 class BlockCache:
@@ -362,11 +363,22 @@ class BlockCache:
     into arithmetic: half as many operations on tensors, and few functions.
     """
 
+    # Of the buffers, made by `start`; a single token has numbers where the others have tensors
+    values: torch.Tensor
+    queries: torch.Tensor
+    shifts: dict[float, Any]
+    closing: list[tuple]
+    reading: list[tuple]
+    # Of the block that is open: its number, and by site what is read of the blocks before it
+    open_block: int | None
+    mix: Sequence[torch.Tensor]
+    negative_lse: Sequence[Any]
+
     def __init__(self):
-        self.layout = None
+        self.layout: tuple | None = None
         self.num_passes = 0
         self.num_closed = 0
-        self.scores_of_one_token = []
+        self.scores_of_one_token: list[list[float]] = []
 
     @classmethod
     def beside(cls, kv_cache) -> "BlockCache":
@@ -424,7 +436,7 @@ class BlockCache:
                 self.closing.append((values[:, block], self.queries[first:].mT, self.scores[:, block, first:]))
                 self.reading.append((values, self.scores[:, : block + 1, first:end].mT, mixes))
 
-    def _shift(self, eps: float) -> torch.Tensor | float:
+    def _shift(self, eps: float) -> Any:
         """See `key_length`."""
         if eps not in self.shifts:
             shift = (self.shape[-1] * eps) ** 0.5

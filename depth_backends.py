@@ -110,7 +110,7 @@ def choose(device: torch.device, dtype: torch.dtype) -> str:
                 f" (`attnres.set_backend('torch')` does without a trial): {result}"
             )
     seconds = {name: result for name, result in results.items() if isinstance(result, float)}
-    return min(seconds, key=seconds.get, default="torch")
+    return min(seconds, key=seconds.__getitem__, default="torch")
 
 
 @functools.cache

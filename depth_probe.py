@@ -96,6 +96,8 @@ class Probe(DepthRecorder):
 class CountingStream(DepthStream):
     """A stream that is written to. What is read has the shape of a mix."""
 
+    recorder: Probe
+
     def write(self, output: torch.Tensor) -> DepthStream:
         self.recorder.record("writes")
         return super().write(output)

@@ -52,8 +52,9 @@ class DepthRecorder:
 
     def by_token(self, tensor: torch.Tensor) -> torch.Tensor:
         """`[batch, seq, n]`, of a tensor from a layer that may have flattened the tokens."""
-        is_flat = self.tokens is not None and tensor.shape[:-1] == (self.tokens.numel(),)
-        return tensor.reshape(*self.tokens, -1) if is_flat else tensor
+        if self.tokens is None or tensor.shape[:-1] != (self.tokens.numel(),):
+            return tensor
+        return tensor.reshape(*self.tokens, -1)
 
 
 @dataclass(eq=False)  # a dataclass, as FSDP2 looks for tensors in these
@@ -419,7 +420,8 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
     # Before transformers 5.20 the stream may begin in here, as hooks of the layer run within its checkpoint
     stream = args[0] if args and isinstance(args[0], DepthStream) else None
     given = () if stream is None else (stream.queries, stream.partial, *stream.blocks)
-    others, written_as = args[1:] if given else args, {}
+    others = args[1:] if given else args
+    written_as: dict[str, Any] = {}
 
     def on_tensors(*tensors):
         blocks = ()

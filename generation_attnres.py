@@ -6,6 +6,7 @@ import functools
 import inspect
 from collections.abc import Sequence
 from dataclasses import make_dataclass
+from typing import Any
 
 import torch
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, GenerationMixin
@@ -95,7 +96,8 @@ class AttnResGenerationMixin(GenerationMixin):
 
     @classmethod
     def _supports_default_dynamic_cache(cls) -> bool:
-        return getattr(cls, "base_class", super())._supports_default_dynamic_cache()  # which looks at the name
+        base: Any = getattr(cls, "base_class", super())
+        return base._supports_default_dynamic_cache()  # which looks at the name
 
     def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
         super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)

@@ -15,6 +15,7 @@ import copy
 import functools
 import threading
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
@@ -118,7 +119,7 @@ class DepthReader:
 
 
 @functools.cache
-def of_both(ours: type, base: type, base_model_type: str | None = None) -> type:
+def of_both(ours: Any, base: type, base_model_type: str | None = None) -> Any:
     """The class of the objects that are of a class of ours and of one of the base, under the name of the former.
 
     A reader has the module of the base's norm, by which `rms_norm_parameters` knows what it computes. Its name ends in
@@ -126,7 +127,7 @@ def of_both(ours: type, base: type, base_model_type: str | None = None) -> type:
     """
     is_reader = ours is DepthReader
     name = f"{base.__name__}OverDepth" if is_reader else ours.__name__
-    members = {
+    members: dict[str, Any] = {
         "__module__": (base if is_reader else ours).__module__,
         "__qualname__": f"{name}[{base.__name__ if is_reader else base_model_type}]",
     }
@@ -136,7 +137,7 @@ def of_both(ours: type, base: type, base_model_type: str | None = None) -> type:
     return type(name, (ours, base), members)
 
 
-def _new_of_both(ours: type, base: type, base_model_type: str | None):
+def _new_of_both(ours: Any, base: Any, base_model_type: str | None):
     cls = of_both(ours, base, base_model_type)
     return cls.__new__(cls)
 
@@ -190,8 +191,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
             return super().__new__(cls)
         if not isinstance(getattr(config, "base_model_type", None), str):
             raise TypeError(f"`{cls.__name__}` needs an `AttnResConfig`, not {config!r}.")
-        cls = of_both(cls, cls.class_of_base(config.base_model_type), config.base_model_type)
-        return cls.__new__(cls)
+        return _new_of_both(cls, cls.class_of_base(config.base_model_type), config.base_model_type)
 
     @classmethod
     def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
@@ -355,7 +355,8 @@ def _with_depth_attentions(base_forward: Callable) -> Callable:
         if not output_depth_attentions:
             return outputs
         weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
-        outputs = depth_output_class(type(outputs))(**outputs, depth_attentions=weights)
+        output_class = depth_output_class(type(outputs))  # type: ignore[arg-type]
+        outputs = output_class(**outputs, depth_attentions=weights)
         return outputs if return_dict else outputs.to_tuple()
 
     return forward
@@ -542,7 +543,7 @@ class AttnResForCausalLM(AttnResPreTrainedModel, AttnResGenerationMixin):
 # The generic heads make their model through `AutoModel`, which knows nothing of code from a Hub repository
 class AttnResForSequenceClassification(GenericForSequenceClassification, AttnResPreTrainedModel):
     def __init__(self, config: AttnResConfig):
-        AttnResPreTrainedModel.__init__(self, config)
+        PreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, AttnResModel(config))
         self.score = nn.Linear(config.hidden_size, self.num_labels, bias=False)
@@ -552,7 +553,7 @@ class AttnResForSequenceClassification(GenericForSequenceClassification, AttnRes
 
 class AttnResForTokenClassification(GenericForTokenClassification, AttnResPreTrainedModel):
     def __init__(self, config: AttnResConfig):
-        AttnResPreTrainedModel.__init__(self, config)
+        PreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, AttnResModel(config))
         dropout = getattr(config, "classifier_dropout", None)
@@ -566,7 +567,7 @@ class AttnResForTokenClassification(GenericForTokenClassification, AttnResPreTra
 
 class AttnResForQuestionAnswering(GenericForQuestionAnswering, AttnResPreTrainedModel):
     def __init__(self, config: AttnResConfig):
-        AttnResPreTrainedModel.__init__(self, config)
+        PreTrainedModel.__init__(self, config)
         setattr(self, self.base_model_prefix, AttnResModel(config))
         self.qa_outputs = nn.Linear(config.hidden_size, 2)
 

@@ -92,7 +92,7 @@ def config_class_of(base_model_type: str) -> type[AttnResMultimodalConfig]:
     Raises:
         ValueError: if transformers has no multimodal model of this type that is made of a language model and others.
     """
-    base_class = CONFIG_MAPPING[base_model_type] if base_model_type in CONFIG_MAPPING else None
+    base_class: Any = CONFIG_MAPPING[base_model_type] if base_model_type in CONFIG_MAPPING else None
     reason = None
     if base_class is None or base_class not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
         reason = "transformers has no model of images and text of this type"

@@ -280,7 +280,7 @@ def find_first_difference(
                 with context, norm_outputs(model) as outputs:
                     model(input_ids=ids.to(model.device), use_cache=False)
                 collected.append(outputs)
-        return tuple(collected)
+        return collected[0], collected[1]
 
     expected, moved = run_twice(first)
     actual, _ = run_twice(second)

@@ -48,7 +48,7 @@ def judge(check_program: str, timeout: float = 3) -> bool:
     return run_program(program, tests) == "passed"
 
 
-judge.sandboxed = True  # what `harness.in_sandbox` looks for
+judge.sandboxed = True  # type: ignore[attr-defined]  # what `harness.in_sandbox` looks for
 
 
 def program_and_tests(code: str, input: str, output: str, assertion: str) -> tuple[str, str]:
@@ -62,7 +62,9 @@ def program_and_tests(code: str, input: str, output: str, assertion: str) -> tup
     if ast.dump(call) == ast.dump(given):
         predicted, comparison = ast.unparse(value), f"f({input}) == predicted_by_model()"
     elif ast.dump(value) == ast.dump(wanted):
-        keywords = ast.Dict([k.arg and ast.Constant(k.arg) for k in call.keywords], [k.value for k in call.keywords])
+        keywords = ast.Dict(
+            [ast.Constant(k.arg) if k.arg else None for k in call.keywords], [k.value for k in call.keywords]
+        )
         predicted = ast.unparse(ast.Tuple([ast.List(call.args, ast.Load()), keywords], ast.Load()))
         comparison = f"(lambda predicted: f(*predicted[0], **predicted[1]))(predicted_by_model()) == {output}"
     else:

@@ -50,7 +50,7 @@ def summarize(
     options: EvalOptions,
 ) -> dict[str, Any]:
     """The content of `results.json`."""
-    rows = []
+    rows: list[dict[str, Any]] = []
     for benchmark in benchmarks:
         if benchmark.name not in finished:
             continue

@@ -36,7 +36,7 @@ def gradient_rms(model: nn.Module, windows: torch.Tensor, *, name: str = "model"
     for ids in track(windows.split(batch_size), description=f"Gradients of {name}"):
         squares = squares + _gradient_squares(model, ids.to(model.device), num_sites)
         elements += ids.numel() * config.hidden_size
-    return (squares / elements).sqrt().tolist()
+    return (squares / elements).sqrt().tolist()  # type: ignore[union-attr]
 
 
 def _gradient_squares(model: nn.Module, ids: torch.Tensor, num_sites: int) -> torch.Tensor:

@@ -23,7 +23,7 @@ from .trainer import AttnResTrainingArguments
 
 
 MODES = ("queries", "lora", "full")
-KIND_NAMES = {
+KIND_NAMES: dict[type, str] = {
     **{bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"},
     **{dict: "a list of `field: value`", type(None): "null"},
 }
