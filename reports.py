@@ -115,7 +115,7 @@ class ConversionReport:
 
     def to_markdown(self) -> str:
         lines = [f"# {self.operation}: `{self.source}` to `{self.destination}`", ""]
-        if self.base_model_type is not None:
+        if self.base_model_type is not None and self.block_size is not None:
             num_blocks = -(-self.num_sublayers // self.block_size)
             lines.append(
                 f"- {self.base_model_type}, {self.num_sublayers} sublayers in {num_blocks} blocks of {self.block_size}"

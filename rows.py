@@ -138,7 +138,7 @@ def row_tokenizer(
     kind = kind_of_rows(columns, text_column)
     if kind == "chat" and tokenizer.chat_template is None:
         raise ValueError("The data has `messages`, but the tokenizer has no chat template.")
-    of_chat = functools.partial(tokenize_chat, tokenizer=tokenizer)
+    of_chat: Callable[[dict[str, Any]], dict[str, list[int]]] = functools.partial(tokenize_chat, tokenizer=tokenizer)
     return {"chat": of_chat, "completion": of_completion, "text": of_text}[kind]
 
 
