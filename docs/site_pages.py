@@ -25,9 +25,13 @@ COMMANDS = "<!-- commands -->"
 # Code, which stays as it is, or the target of a link or an image
 CODE_OR_TARGET = re.compile(r"```.*?```|`[^`]*`|(?<=\]\()[^)\s]+(?=\))", flags=re.DOTALL)
 
-# The checkout may have any name: mkdocstrings finds the package under its own
+# The checkout may have any name, and has more in it than the package, such as .venv: mkdocstrings reads all that is there
 packages = tempfile.TemporaryDirectory()
-(Path(packages.name) / "attnres").symlink_to(ROOT, target_is_directory=True)
+package = Path(packages.name) / "attnres"
+package.mkdir()
+for path in ROOT.iterdir():
+    if path.suffix in (".py", ".pyi") or (path / "__init__.py").exists():
+        (package / path.name).symlink_to(path)
 
 
 @event_priority(100)  # before mkdocstrings reads its own
