@@ -1,6 +1,6 @@
 # make demo   the main job, offline, on a CPU, in minutes
-# make test   the test suite
-# make test-all   what it leaves out because it takes long
+# make test   the tests that run with every change: one of each kind
+# make test-all   all the others
 # make test-transformers TRANSFORMERS=DIR   transformers' own model tests, from a checkout of transformers in DIR, on the
 #   model of BASE (llama) and BLOCK_SIZE (2); RUN_SLOW=1 runs those that take long as well
 # make test-transformers-mixins   the part of them that transformers' source distribution carries

@@ -16,7 +16,7 @@ import torch
 import transformers
 from peft.utils.other import ModulesToSaveWrapper
 from rounding import UpToRounding
-from tiny_models import convert, randomize_queries, tiny_base_model
+from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
@@ -142,7 +142,7 @@ def test_auto_takes_the_kernels_on_gpus(as_on_a_gpu, counted, few_ids, caplog):
 
 @needs_triton
 @pytest.mark.parametrize("broken", sorted(KERNELS))
-@pytest.mark.parametrize("how", ["wrong", "raises"])
+@pytest.mark.parametrize("how", mostly_slow(["wrong", "raises"], every=2))
 def test_auto_does_without_kernels_that_fail_a_trial(as_on_a_gpu, broken, how, few_ids, monkeypatch, caplog):
     kernels, model = depth_backends.kernels(), randomize_queries(convert(tiny_base_model("qwen3"), 3))
     function = getattr(kernels, broken)
@@ -226,7 +226,7 @@ def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, toke
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_closed, hidden_size, tokens", [(1, 7, 5), (3, 40, 6), (8, 64, 1), (2, 16, 0)])
 @pytest.mark.parametrize("losses", [["normed"], ["weights"], ["normed", "weights"]], ids="+".join)
-@pytest.mark.parametrize("factor", [1, 5])
+@pytest.mark.parametrize("factor", mostly_slow([5, 1], every=2))
 def test_read_and_norm(backend, dtype, num_closed, hidden_size, tokens, losses, factor, counted, monkeypatch):
     """With losses of the weights too, and the gradients of the scores."""
     monkeypatch.setattr(depth_backends.kernels(), "MOST_PROGRAMS", 2)
@@ -423,8 +423,8 @@ def test_phase_2_in_one_pass(backend, dtype, norm_class, factor, counted):
 
 
 @pytest.mark.parametrize("backend", OTHERS, indirect=True)
-@pytest.mark.parametrize("sums", [False, True])
-@pytest.mark.parametrize("of_embedding", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("sums", mostly_slow([False, True], every=2))
+@pytest.mark.parametrize("of_embedding", mostly_slow([torch.float32, torch.bfloat16], every=2), ids=str)
 def test_reads_of_a_stream(backend, of_embedding, sums):
     """With and without a norm, gradients and a block cache, of outputs as wide as the embedding or wider."""
     generator, norm = torch.Generator().manual_seed(0), LlamaRMSNorm(16, eps=0.5)

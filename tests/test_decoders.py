@@ -13,7 +13,7 @@ from decoder_configs import DECODERS, NOT_DECODERS, decoder_config
 from families_page import ERRORS, FLAGS, record
 from family_survey import Survey, survey
 from huggingface_hub.errors import StrictDataclassError
-from tiny_models import FAMILIES
+from tiny_models import FAMILIES, mostly_slow
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.initialization import no_init_weights
@@ -142,7 +142,8 @@ def test_layer_types_that_only_the_base_knows():
         AttnResConfig(base_model_type="nemotron_h", layers_block_type=["nothing"])
 
 
-@pytest.mark.parametrize("model_type", ["opt", "mamba"])  # its layers flatten the tokens; it has one sublayer a layer
+# The layers of the first flatten the tokens, those of the second have one sublayer
+@pytest.mark.parametrize("model_type", mostly_slow(["opt", "mamba"], every=2))
 def test_what_is_done_with_models(model_type, tmp_path):
     """Converted, fine-tuned and inspected, with figures of every token."""
     tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)

@@ -62,7 +62,7 @@ def test_demo_on_a_checkpoint(tmp_path):
     assert "Greedy continuations unchanged: 3 of 3" in result.stdout
 
 
-def test_bad_input_is_one_line_and_leaves_nothing(tmp_path):
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, run_attnres, capsys):
     config = AutoConfig.for_model("doge", **TINY)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "doge")
     (tmp_path / "file").write_text("")
@@ -71,10 +71,10 @@ def test_bad_input_is_one_line_and_leaves_nothing(tmp_path):
         (("--model", tmp_path / "missing"), "missing"),
         (("--output", tmp_path / "file"), "is a file; name a folder"),
     ):
-        result = attnres("demo", *(args if "--output" in args else (*args, "--output", tmp_path / "out")))
-        assert result.returncode == 1
-        assert "Traceback" not in result.stderr and "Error:" in result.stderr
-        assert message in " ".join(result.stderr.split())
+        code = run_attnres("demo", *(args if "--output" in args else (*args, "--output", tmp_path / "out")))
+        error = capsys.readouterr().err
+        assert code == 1 and "Traceback" not in error and "Error:" in error
+        assert message in " ".join(error.split())
         assert not (tmp_path / "out").exists()
 
 

@@ -20,7 +20,7 @@ from datasets import Dataset
 from huggingface_hub import ModelCard
 from loopback_hub import LoopbackHub
 from peft import LoraConfig, get_peft_model
-from tiny_models import convert, randomize_queries, tiny_base_model
+from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM
 
 from attnres.conversion.parity import read_sample
@@ -172,6 +172,7 @@ def test_tasks_that_run_code_by_their_names(paper, checkpoints, tmp_path):
     assert not results["skipped"] and scores == dict.fromkeys(("some_code", "mbpp", "arc_challenge"), [1.0, 0.0])
 
 
+@pytest.mark.slow
 def test_code_is_not_run_without_walls(paper, tmp_path, monkeypatch):
     """Refused before a model is loaded or a folder is made."""
     monkeypatch.setattr(Wall, "command", lambda self: ["/nowhere/" + self.name])
@@ -260,6 +261,7 @@ def test_identical_models(quick_eval):
         assert comparison["p_value"] == comparison["p_holm"] == 1
 
 
+@pytest.mark.slow
 def test_swapping_the_models_swaps_the_signs(quick_eval, tmp_path):
     there = quick_eval("some", "other", "right")
     back = quick_eval("other", "some", output=tmp_path / "back")
@@ -272,6 +274,7 @@ def test_swapping_the_models_swaps_the_signs(quick_eval, tmp_path):
         assert len(a["comparisons"]) == 2
 
 
+@pytest.mark.slow
 def test_interrupted(quick_eval, tmp_path, monkeypatch):
     """Killed between two benchmarks: what was finished is not run again, and the result is the same."""
     whole = quick_eval("right", "some", output=tmp_path / "whole")
@@ -306,7 +309,7 @@ DAMAGE = {
 }
 
 
-@pytest.mark.parametrize("kind", DAMAGE)
+@pytest.mark.parametrize("kind", mostly_slow(DAMAGE, every=4))
 def test_what_is_damaged_is_run_again(quick_eval, tmp_path, caplog, kind):
     """And kept under another name, with a word."""
     whole = quick_eval("right")
@@ -354,7 +357,9 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize("name, content", [(name, content) for name in FOREIGN for content in FOREIGN[name]])
+@pytest.mark.parametrize(
+    "name, content", mostly_slow([(name, content) for name in FOREIGN for content in FOREIGN[name]], every=5)
+)
 def test_foreign_files_are_kept(quick_eval, tmp_path, caplog, capsys, run_attnres, name, content):
     out = tmp_path / "out"
     out.mkdir()

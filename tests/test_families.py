@@ -11,6 +11,7 @@ from tiny_models import (
     EVERY_FAMILY,
     Reference,
     convert,
+    mostly_slow,
     randomize_queries,
     relative_error,
     tiny_base_config,
@@ -44,7 +45,7 @@ def test_norm_behind_a_read(family, num_tokens, dtype):
                 UpToRounding(norm, mix).check(fused)
 
 
-@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("block_size", mostly_slow(BLOCK_SIZES, every=2))
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_family(family, block_size, input_ids, tmp_path):
     base_model = tiny_base_model(family)

@@ -16,7 +16,7 @@ import yaml
 from peft import AutoPeftModelForCausalLM, LoraConfig, PeftModel, get_peft_model
 from rounding import FACTOR, UpToRounding
 from safetensors.torch import load_file
-from tiny_models import convert, randomize_queries, tiny_base_model
+from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResForCausalLM
@@ -80,7 +80,7 @@ def trained(model):
     return model.eval()
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", mostly_slow(MODES, every=3))
 def test_modes(folder, tmp_path, mode):
     result = finetune(fields(folder, tmp_path / "out", mode=mode))
     assert result.losses[-1] < result.losses[0]
@@ -149,6 +149,7 @@ def test_killed_and_resumed(folder, tmp_path, mode):
     assert all(torch.equal(killed[name], whole[name]) for name in whole)
 
 
+@pytest.mark.slow
 def test_a_finished_run_is_finished(folder, tmp_path):
     """Killed between its last checkpoint and `final`, it trains no more."""
     for mode in ("queries", "full"):
@@ -409,6 +410,7 @@ def test_kinds_of_data(folder, tmp_path):
         load_rows(str(tmp_path / "texts"), None, "train")
 
 
+@pytest.mark.slow
 def test_early_stopping_checkpointing_and_unpacked_rows(folder, tmp_path):
     result = finetune(
         fields(
@@ -522,7 +524,7 @@ def test_an_adapter_of_the_base_acts_the_same_on_its_conversion(folder, tmp_path
         expected.check(model.eval()(input_ids()).logits)
 
 
-@pytest.mark.parametrize("mode", ["lora", "queries"])
+@pytest.mark.parametrize("mode", mostly_slow(["lora", "queries"], every=2))
 def test_quantised_base_keeps_wide_queries(folder, tmp_path, mode):
     """QLoRA: a base in 4 bits, read back on a base in 4 bits."""
     sizes = {"hidden_size": 128, "intermediate_size": 128, "head_dim": 32}  # 4-bit blocks have 64 weights

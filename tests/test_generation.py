@@ -209,6 +209,7 @@ print(sum(len(output.generated_tokens) for output in outputs.values()))
 """
 
 
+@pytest.mark.slow
 def test_bad_requests_of_continuous_batching(tmp_path):
     """In a process with a time limit, as what is wrong must not come to the thread that generates."""
     convert(tiny_base_model("llama"), 3).save_pretrained(tmp_path)
@@ -245,6 +246,7 @@ def test_logits_to_keep(model, input_ids):
         UpToRounding(lambda: parts()[: len(keeps)], model=model).check(kept)
 
 
+@pytest.mark.slow
 def test_compiled_decoding(model, input_ids):
     """One graph for a decoding step, without breaks, and the same logits."""
     torch._dynamo.reset()

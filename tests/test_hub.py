@@ -13,7 +13,7 @@ import pytest
 import torch
 from huggingface_hub import ModelCard
 from loopback_hub import LoopbackHub
-from tiny_models import WITHOUT_PACKAGE, randomize_queries, tiny_base_model
+from tiny_models import WITHOUT_PACKAGE, mostly_slow, randomize_queries, tiny_base_model
 from tiny_models import convert as convert_in_memory
 from transformers import AutoModelForCausalLM
 
@@ -103,6 +103,7 @@ def assert_loads_without_package(hub, repo_id, local, tmp_path):
     assert torch.equal(generated, results["generated"])
 
 
+@pytest.mark.slow
 def test_push_and_load_without_the_package(hub, checkpoint, tmp_path):
     before = {path.name: path.read_bytes() for path in checkpoint.iterdir()}
     printed = attnres(hub, "push", checkpoint, "tester/pushed", "--private")
@@ -164,7 +165,10 @@ def test_nothing_else_is_pushed(hub, checkpoint, tmp_path):
 
 @pytest.mark.parametrize(
     "name",
-    ["merges.txt", "README.md", "config.json", "model-00001-of-00002.safetensors", "evaluation", "figures/a.png"],
+    mostly_slow(
+        ["merges.txt", "README.md", "config.json", "model-00001-of-00002.safetensors", "evaluation", "figures/a.png"],
+        every=6,
+    ),
 )
 def test_links_out_of_the_folder_are_refused(name, checkpoint, tmp_path):
     """Under a name that belongs to a checkpoint, too; links within the folder are followed."""
@@ -270,16 +274,22 @@ def crowded_hub(tmp_path_factory):
 
 @pytest.mark.parametrize(
     "arguments, message",
-    [
-        (["convert", "tester/nothing", "OUT"], "no Hub repository `tester/nothing`, or it is private: `hf auth"),
-        (["convert", "tester/base", "OUT", "--revision", "v9"], "`tester/base` has no revision `v9`"),
-        (["convert", "tester/gated", "OUT"], "`tester/gated` is gated: accept its terms on the Hub, then"),
-        (["convert", "tester/empty", "OUT"], "`tester/empty` holds no config.json"),
-        (["push", "BASE", "tester/new"], "is a `qwen3` checkpoint, not an AttnRes one: `attnres convert` makes one"),
-        (["push", "nowhere", "tester/new"], "There is no folder `nowhere`"),
-        (["push", "MODEL", "not/a/name"], "not/a/name"),
-        (["push", "MODEL", "tester/base"], "The Hub refuses `tester/base`"),
-    ],
+    mostly_slow(
+        [
+            (["convert", "tester/nothing", "OUT"], "no Hub repository `tester/nothing`, or it is private: `hf auth"),
+            (["convert", "tester/base", "OUT", "--revision", "v9"], "`tester/base` has no revision `v9`"),
+            (["convert", "tester/gated", "OUT"], "`tester/gated` is gated: accept its terms on the Hub, then"),
+            (["convert", "tester/empty", "OUT"], "`tester/empty` holds no config.json"),
+            (
+                ["push", "BASE", "tester/new"],
+                "is a `qwen3` checkpoint, not an AttnRes one: `attnres convert` makes one",
+            ),
+            (["push", "nowhere", "tester/new"], "There is no folder `nowhere`"),
+            (["push", "MODEL", "not/a/name"], "not/a/name"),
+            (["push", "MODEL", "tester/base"], "The Hub refuses `tester/base`"),
+        ],
+        every=8,
+    ),
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_what_the_hub_refuses(arguments, message, crowded_hub, tmp_path):

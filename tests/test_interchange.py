@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from rounding import UpToRounding
 from safetensors.torch import load_file, save_file
-from tiny_models import EVERY_FAMILY, convert, randomize_queries, relative_error, tiny_base_model
+from tiny_models import EVERY_FAMILY, convert, mostly_slow, randomize_queries, relative_error, tiny_base_model
 from transformers import AutoModelForCausalLM
 
 from attnres.conversion import export_checkpoint, import_checkpoint
@@ -284,7 +284,7 @@ def make_fla_checkpoint(folder, **changes):
     return config, state
 
 
-@pytest.mark.parametrize("kind", FLA)
+@pytest.mark.parametrize("kind", mostly_slow(FLA, every=4))
 def test_fla(kind, tmp_path, input_ids):
     config, state = make_fla_checkpoint(tmp_path / "fla", **FLA[kind])
     report = import_checkpoint(tmp_path / "fla", tmp_path / "attnres")

@@ -10,7 +10,15 @@ import pytest
 import torch
 from rounding import UpToRounding
 from safetensors.torch import load_file
-from tiny_models import TINY, WITHOUT_PACKAGE, convert, randomize_queries, tiny_base_config, tiny_base_model
+from tiny_models import (
+    TINY,
+    WITHOUT_PACKAGE,
+    convert,
+    mostly_slow,
+    randomize_queries,
+    tiny_base_config,
+    tiny_base_model,
+)
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -34,7 +42,7 @@ def run_python(code: str, *args: str, **env: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("family", ["qwen3", "gemma", "qwen3_moe", "gpt_oss", "kimi_linear"])
+@pytest.mark.parametrize("family", mostly_slow(["qwen3", "gemma", "qwen3_moe", "gpt_oss", "kimi_linear"], every=2))
 def test_base_checkpoint_loads_directly(family, input_ids, tmp_path):
     base_model = tiny_base_model(family)
     base_model.save_pretrained(tmp_path)

@@ -99,6 +99,12 @@ SPREAD = ("llama", "granite", "starcoder2", "qwen3_moe", "gpt_oss", "deepseek_v3
 EVERY_FAMILY = [family if family in SPREAD else pytest.param(family, marks=pytest.mark.slow) for family in FAMILIES]
 
 
+def mostly_slow(cases, every: int) -> list:
+    """For `parametrize`: the first case and every so many with every change, the others in `make test-all`."""
+    cases = [case if isinstance(case, tuple) else (case,) for case in cases]
+    return [pytest.param(*case, marks=[pytest.mark.slow] * (i % every > 0)) for i, case in enumerate(cases)]
+
+
 def tiny_base_config(family: str, **kwargs):
     return AutoConfig.for_model(family, **{**TINY, **FAMILIES[family], **kwargs})
 
