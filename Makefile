@@ -22,6 +22,9 @@ RUN_SLOW ?= 0
 # As transformers' own tests are run, and without the settings of ours
 SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVERSION=true OMP_NUM_THREADS=1 \
 	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE)
+# What transformers 5.16 does not have, or cannot do with the base itself
+LEFT_OUT-5.16 := -k "not kimi_linear and not test_bases_do_not_touch_each_other and not assistant_early_exit \
+	and not continuous_batching and not test_quantized_cache"
 SUITE_OPTIONS := -q -n 2 -o addopts= -p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning --timeout 900 -rfE
 
 .PHONY: demo test test-all test-transformers test-transformers-mixins test-5.16 test-5.19 lint docs build clean
@@ -47,7 +50,7 @@ test-transformers-mixins: $(VENV)/installed-suite $(VENV)/transformers
 test-5.16 test-5.19: test-%: $(VENV)-%/installed
 	$(VENV)-$*/bin/python -m pytest -n 2 -p no:cacheprovider tests/test_conversion.py \
 		tests/test_families.py tests/test_generation.py tests/test_interchange.py tests/test_loading.py \
-		tests/test_multimodal.py tests/test_readme.py
+		tests/test_multimodal.py tests/test_readme.py $(LEFT_OUT-$*)
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
