@@ -14,7 +14,15 @@ import pytest
 import torch
 from datasets import Dataset
 from rounding import all_in_fp64, wide
-from tiny_models import TINY, Reference, convert, randomize_queries, reference_hidden_states, tiny_base_model
+from tiny_models import (
+    TINY,
+    Reference,
+    convert,
+    mostly_slow,
+    randomize_queries,
+    reference_hidden_states,
+    tiny_base_model,
+)
 from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
@@ -245,6 +253,7 @@ def folder(tmp_path_factory):
     return folder
 
 
+@pytest.mark.slow
 def test_program(folder, tmp_path):
     arguments = ["inspect", str(folder / "a"), str(folder / "b"), "--base", str(folder / "base"), "-o", str(tmp_path)]
     result = CliRunner().invoke(app, [*arguments, "--max-tokens", "64", "--gradients", "--ablate"])
@@ -318,7 +327,7 @@ def test_pictures_show_the_numbers(folder):
     assert abs(difference.get_array()).max() == 0 and difference.norm.vmin == -difference.norm.vmax
 
 
-@pytest.mark.parametrize("kind", ["jsonl", "chat", "parquet", "txt", "folder", "streamed"])
+@pytest.mark.parametrize("kind", mostly_slow(["jsonl", "chat", "parquet", "txt", "folder", "streamed"], every=3))
 def test_data_sets(folder, tmp_path, kind):
     texts = [f"{i} and {i + 1} are {2 * i + 1}." for i in range(40)]
     rows = [{"text": text} for text in texts]

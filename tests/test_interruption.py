@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from loopback_hub import LoopbackHub
-from tiny_models import mostly_slow, tiny_base_model
+from tiny_models import tiny_base_model
 
 from attnres.conversion import convert
 from attnres.conversion.parity import read_sample
@@ -72,7 +72,8 @@ def files(folder) -> set[str]:
     return {path.relative_to(folder).as_posix() for path in folder.rglob("*")}
 
 
-@pytest.mark.parametrize("moment", mostly_slow(["work", "imports"], every=2))
+@pytest.mark.slow
+@pytest.mark.parametrize("moment", ["imports", "work"])
 def test_convert(moment, models, tmp_path):
     process = start(tmp_path, "convert", models / "base", tmp_path / "out")
     unfinished = tmp_path / ".out.unfinished"

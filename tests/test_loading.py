@@ -187,6 +187,7 @@ print(len(loaded))
 """
 
 
+@pytest.mark.slow
 def test_concurrent_loads(tmp_path):
     """In a process of its own: loads in threads may leave `PreTrainedModel.tie_weights` of transformers patched."""
     folders = [tmp_path / family for family in ("qwen3_moe", "mixtral", "qwen3")]
@@ -273,7 +274,7 @@ def test_code_is_registered_after_a_model_was_saved_with_its_code(tmp_path, monk
     assert "auto_map" in json.loads((tmp_path / "second/config.json").read_text())
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", mostly_slow(["qwen3", "qwen3_moe"], every=2))
 def test_remote_code(family, tmp_path, monkeypatch):
     """A process without the package loads a checkpoint that carries its code, generates and saves it again."""
     model = randomize_queries(convert(tiny_base_model(family), 3))
@@ -303,12 +304,15 @@ def test_import_is_light():
 
 @pytest.mark.parametrize(
     "code",
-    [
-        "import attnres; from transformers import AutoConfig, AutoModelForCausalLM",
-        "from transformers import AutoConfig, AutoModelForCausalLM; import attnres",
-        "from transformers import AutoConfig; import attnres; from transformers import AutoModelForCausalLM",
-        "import attnres.modeling_attnres; from transformers import AutoConfig, AutoModelForCausalLM",
-    ],
+    mostly_slow(
+        [
+            "import attnres; from transformers import AutoConfig, AutoModelForCausalLM",
+            "from transformers import AutoConfig, AutoModelForCausalLM; import attnres",
+            "from transformers import AutoConfig; import attnres; from transformers import AutoModelForCausalLM",
+            "import attnres.modeling_attnres; from transformers import AutoConfig, AutoModelForCausalLM",
+        ],
+        every=4,
+    ),
 )
 def test_registered_in_any_order_of_imports(code, tmp_path):
     convert(tiny_base_model("llama"), 3).save_pretrained(tmp_path)

@@ -12,7 +12,7 @@ from literal_definition import literal_logits
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
 from safetensors.torch import load_file, save_file
-from tiny_models import TINY
+from tiny_models import TINY, mostly_slow
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
@@ -121,7 +121,7 @@ def randomize_queries(model):
         model.trunk.depth_queries.key_norm.add_(torch.randn_like(model.trunk.depth_queries.key_norm) * 0.3)
 
 
-@pytest.fixture(scope="module", params=CONFIGS)
+@pytest.fixture(scope="module", params=mostly_slow(CONFIGS, every=3))
 def model_type(request):
     return request.param
 

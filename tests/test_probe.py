@@ -209,6 +209,7 @@ def attnres(*args) -> subprocess.CompletedProcess:
     return subprocess.run([sys.executable, "-m", "attnres", *map(str, args)], capture_output=True, text=True)
 
 
+@pytest.mark.slow
 def test_probe_command(tmp_path):
     tiny_base_config("llama").save_pretrained(tmp_path / "llama")
     done = attnres("families", "--probe", tmp_path / "llama")
@@ -231,6 +232,7 @@ def test_probe_command(tmp_path):
     assert both.returncode == 2 and "takes no model types" in both.stderr
 
 
+@pytest.mark.slow
 def test_families_command():
     done = attnres("families", "llama", "bert")
     assert done.returncode == 0, done.stderr
@@ -239,6 +241,7 @@ def test_families_command():
     assert unknown.returncode == 1 and "Did you mean llama" in unknown.stderr
 
 
+@pytest.mark.slow
 def test_record_and_page():
     """What is shown is what was measured last, of all types, and with the reasons that the probe gives today."""
     recorded = json.loads(RECORD.read_text())

@@ -10,7 +10,7 @@ import torch
 import yaml
 from datasets import Dataset
 from safetensors.torch import load_file
-from tiny_models import convert, randomize_queries, tiny_base_model
+from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from attnres.conversion.parity import read_sample
@@ -82,11 +82,14 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
 
 @pytest.mark.parametrize(
     "changed",
-    [
-        {"mode": "queries", "gradient_accumulation_steps": 2},
-        {"mode": "lora", "lora_dropout": 0.1, "bf16": True, "model": "tuned", "gradient_checkpointing": True},
-        {"mode": "full", "warmup_steps": 3, "lr_scheduler_type": "linear", "packing": False},
-    ],
+    mostly_slow(
+        [
+            {"mode": "lora", "lora_dropout": 0.1, "bf16": True, "model": "tuned", "gradient_checkpointing": True},
+            {"mode": "queries", "gradient_accumulation_steps": 2},
+            {"mode": "full", "warmup_steps": 3, "lr_scheduler_type": "linear", "packing": False},
+        ],
+        every=3,
+    ),
     ids=lambda changed: changed["mode"],
 )
 def test_measuring_disturbs_nothing(folder, tmp_path, changed):
@@ -118,6 +121,7 @@ def test_it_lowers_the_loss(folder, tmp_path):
     assert losses[result.query_learning_rate] < losses[0]
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_rate(folder, tmp_path, monkeypatch):
     """It is read from the checkpoint: measured there, it would be another one."""
     config = fields(folder, tmp_path / "out", save_strategy="steps", save_steps=2)
@@ -143,7 +147,7 @@ def make_trainer(folder, tmp_path, data, **kwargs):
     return AttnResTrainer(AutoModelForCausalLM.from_pretrained(folder / "model"), arguments, train_dataset=data)
 
 
-@pytest.mark.parametrize("rows", [1, 40])
+@pytest.mark.parametrize("rows", mostly_slow([1, 40], every=2))
 @pytest.mark.parametrize("streamed", [False, True])
 def test_any_amount_of_data_serves(folder, tmp_path, rows, streamed):
     """Streams, too, and what is measured does not depend on the state of the random numbers."""
@@ -202,6 +206,7 @@ def test_other_optimizers_need_a_number(folder, tmp_path):
     AttnResTrainer(base, arguments, train_dataset=rows_of(4)).train()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["queries", "lora"])
 def test_a_ruinous_rate_is_told(folder, tmp_path, run_attnres, capsys, caplog, mode):
     """At the evaluation that shows it, and at the end beside the result."""

@@ -17,6 +17,7 @@ from attnres.benchmarks.study_arms import RECENCY_BIAS, add_recency_bias
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 
 
+@pytest.mark.slow
 def test_report_rebuilds(tmp_path):
     shutil.copytree(BENCHMARKS / "study", tmp_path / "study")
     for name in ("table.md", "differences.png", "differences.svg"):

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from rounding import UpToRounding, all_in_fp64, check_beside, wide
 from safetensors.torch import load_file
-from tiny_models import convert, randomize_queries, tiny_base_model
+from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -27,7 +27,7 @@ def loss_and_grads(model, input_ids):
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
-@pytest.mark.parametrize("block_size", [1, 2, 3, 8])
+@pytest.mark.parametrize("block_size", mostly_slow([1, 2, 3, 8], every=2))
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
 def test_gradient_checkpointing_changes_nothing(family, block_size, use_reentrant, input_ids):
     """But the order in which gradients are summed, and for how many sites a block is scored at once."""
@@ -39,6 +39,7 @@ def test_gradient_checkpointing_changes_nothing(family, block_size, use_reentran
     expected.check((loss, grads))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe"])
 def test_compiled_training_step(family, input_ids):
     """Forward and backward in one graph each."""
@@ -181,6 +182,7 @@ def _ddp(rank):
     expected.check({name: parameter.grad for name, parameter in model.named_parameters()})
 
 
+@pytest.mark.slow
 def test_ddp():
     on_two_processes(_ddp)
 
