@@ -25,7 +25,7 @@ COMMANDS = "<!-- commands -->"
 # Code, which stays as it is, or the target of a link or an image
 CODE_OR_TARGET = re.compile(r"```.*?```|`[^`]*`|(?<=\]\()[^)\s]+(?=\))", flags=re.DOTALL)
 
-# The checkout may have any name, and has more in it than the package, such as .venv: mkdocstrings reads all that is there
+# The checkout may have any name, and more in it than the package, such as .venv. mkdocstrings reads all that is there
 packages = tempfile.TemporaryDirectory()
 package = Path(packages.name) / "attnres"
 package.mkdir()
