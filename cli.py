@@ -82,7 +82,7 @@ def demo(
     ] = None,
     output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the checkpoints.")] = Path("attnres-demo"),
     num_blocks: Annotated[int, typer.Option(min=1, help="Number of AttnRes blocks.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of the small model.")] = 500,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of the small model.")] = 300,
 ):
     """Turn a PreNorm model into an AttnRes one and show that it computes the same. Offline, on a CPU, in minutes."""
     from .demo import run_demo

@@ -211,7 +211,7 @@ def finetune_both(base: Path, converted: Path, folder: Path, steps: int) -> dict
             "weight_decay": 0.1,
             "lr_scheduler_type": "cosine",
             "logging_steps": max(1, steps // 10),
-            "eval_steps": max(1, steps // 5),
+            "eval_steps": max(1, steps // 3),
             "save_strategy": "no",
             "report_to": "none",
             "use_cpu": True,
@@ -406,10 +406,8 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
             ("Fine-tuned checkpoints", output / "finetuned", "their curves are in loss.png"),
             ("Depth weights", output / "depth", "open index.html in a browser"),
         ]
-    table = Table(box=None, show_header=False)
-    for row in written:
-        table.add_row(*map(str, row))
-    console.print(table)
+    for name, path, what in written:  # not wrapped, so that a path can be copied
+        console.print(f"{name}: {path}{what and f', {what}'}", soft_wrap=True)
     console.print("\nTry next:")
     for command in (
         f"attnres inspect {converted} --file your.txt -o {output / 'yours'}",
