@@ -3,6 +3,7 @@
 
 import contextlib
 import json
+import math
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -52,7 +53,16 @@ def print_json(result: dict[str, Any], wrote: Iterable[Path] | None = None):
     """Print a result as JSON, with the paths of what was written under `wrote` if the command writes."""
     if wrote is not None:
         result = {**result, "wrote": [str(path) for path in wrote]}
-    print(json.dumps(result, indent=2, default=list))
+    print(json.dumps(_in_json(result), indent=2, allow_nan=False))
+
+
+def _in_json(value: Any) -> Any:
+    """What JSON has no word for as what it has: the loss of a run that has diverged is `null`."""
+    if isinstance(value, dict):
+        return {name: _in_json(item) for name, item in value.items()}
+    if isinstance(value, Iterable) and not isinstance(value, str):
+        return [_in_json(item) for item in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def fail(message: str) -> NoReturn:

@@ -73,7 +73,8 @@ def inspect(
     check_request(models, output, {"text": text, "file": file, "dataset": dataset}, dataset_config, split)
     device = device or default_device()
     check_device_and_dtype(device, dtype)
-    inspected = [found_model(path) for path in models]
+    commits = [hub_commit(path) for path in models]  # of all, before any is read
+    inspected = [found_model(path, commit) for path, commit in zip(models, commits)]
     if base is not None:
         check_base(base, inspected)
     for model in inspected:
@@ -236,9 +237,8 @@ def write_results(statistics: list[DepthStatistics], output: Path) -> dict[str, 
     return results
 
 
-def found_model(path: str) -> InspectedModel:
+def found_model(path: str, commit: str | None) -> InspectedModel:
     """An AttnRes checkpoint, not loaded; errors as for `read_config_dict` and `check_is_attnres`."""
-    commit = hub_commit(path)
     fingerprint = checkpoint_fingerprint(path) if commit is None else None
     config = _config(path, commit)
     check_is_attnres(config, path)

@@ -6,6 +6,7 @@ print meanwhile.
 """
 
 import json
+import math
 import re
 import shlex
 import subprocess
@@ -201,6 +202,18 @@ def test_what_takes_long(tmp_path, monkeypatch, run_json, capsys):
     monkeypatch.setattr(twin, "bench", stand_in(measured))
     code, found = run_json("bench", "-o", tmp_path)
     assert code == 0 and are_documented(found, "bench") and found["wrote"][0] == str(tmp_path / "bench.json")
+
+
+def test_json_of_what_is_not_a_number(tmp_path, monkeypatch, run_attnres, capsys):
+    """A run that has diverged: JSON has no `NaN`, and programs in other languages do not read one."""
+    from attnres import training
+
+    history = [{"step": 0, "eval_loss": math.nan}, {"step": 5, "eval_loss": math.inf}]
+    tuned = training.FinetuneResult(tmp_path / "final", history, 7, None, [])
+    monkeypatch.setattr(training, "finetune", stand_in(tuned))
+    assert run_attnres("finetune", tmp_path / "run.yaml", "--json") == 0
+    found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    assert found["losses"] == [None, None]
 
 
 def test_json_of_what_is_for_people(tmp_path, run_attnres, capsys):

@@ -428,6 +428,12 @@ def test_bad_input(folder, tmp_path, arguments, message, monkeypatch):
     assert not (tmp_path / "out").exists()
 
 
+def test_a_second_model_that_is_missing_is_told_before_the_first_is_read(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr("attnres.inspection.run.checkpoint_fingerprint", None)
+    with pytest.raises(OSError, match="There is no folder `./nowhere`"):
+        inspect([str(folder / "a"), "./nowhere"], tmp_path / "out")
+
+
 @pytest.mark.parametrize("num_layers", [1, 48])
 def test_axes_of_profiles(num_layers):
     """Whole sites on every axis, the same in every panel, and a legend of what is drawn."""
