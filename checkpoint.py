@@ -40,6 +40,9 @@ OTHER_WEIGHTS = {
     *(".safetensors", ".gguf", ".ggml", ".onnx", ".onnx_data"),
 }
 QUERY_NAMES = ("depth_queries.query", "depth_queries.key_norm")
+# What makes queries of the input, where they see it
+PROJECTION_NAMES = tuple(f"depth_queries.projection{part}" for part in ("", "_down", "_up"))
+ZERO_AT_FIRST = (QUERY_NAMES[0], *PROJECTION_NAMES[:2])
 PICTURES = ("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp")
 # What a checkpoint is made of beside its config and weights, by folder; nothing else is copied or uploaded, as it may
 # be anything: keys, logs, notes, states of an optimizer
@@ -171,6 +174,20 @@ class Checkpoint:
             with safe_open(self.folder / shard, framework="pt") as file:
                 found.update({name: file.get_tensor(name) for name in names if self.weight_map[name] == shard})
         return found
+
+
+def different_tensors(first: Checkpoint, second: Checkpoint) -> list[str]:
+    """Names of tensors that only one of two checkpoints has, or that are not the same bit for bit, one in memory."""
+    different = sorted(first.weight_map.keys() ^ second.weight_map.keys())
+    for name in sorted(first.weight_map.keys() & second.weight_map.keys()):
+        a, b = (checkpoint.tensors([name])[name] for checkpoint in (first, second))
+        if (
+            a.dtype != b.dtype
+            or a.shape != b.shape
+            or not torch.equal(*(t.flatten().view(torch.uint8) for t in (a, b)))
+        ):
+            different.append(name)
+    return different
 
 
 def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:

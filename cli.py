@@ -4,6 +4,7 @@
 The commands themselves are in `cli_convert.py`, in `cli_measure.py` and below; `console.py` has how they speak.
 """
 
+import enum
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
@@ -30,12 +31,16 @@ from .console import (
 # What not every installation has, and the extra that brings it
 OPTIONAL_MODULES = {
     "datasets": "train",
+    "fastapi": "serving",
     "lm_eval": "eval",
     "matplotlib": "eval",
+    "openai": "serving",
     "peft": "train",
     "scipy": "eval",
     "statsmodels": "eval",
     "trl": "train",
+    "uvicorn": "serving",
+    "vllm": "vllm",
 }
 # What results depend on
 ENVIRONMENT = (
@@ -276,6 +281,33 @@ def push(
         say(f"Pushed to {commit.repo_url}, commit {commit.oid}")
 
 
+class Engine(str, enum.Enum):
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Folder or Hub id. Without one, transformers' server loads what requests name."),
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="Whose server.")] = Engine.transformers,
+):
+    """Serve checkpoints with an OpenAI-compatible API. All other options are the engine's.
+
+    Of transformers' server: --port 8000, --host localhost, --continuous-batching, --dtype bfloat16, --device cpu,
+    --model-timeout 300 (`transformers serve --help` has all). Of vLLM: those of `vllm serve`.
+    """
+    from .serving import server
+
+    options = context.args
+    if model is not None and model.startswith("-"):  # an option that is not ours stands in front, and is no model
+        model, options = None, [model, *options]
+    run = server.serve_with_vllm if engine == Engine.vllm else server.serve_with_transformers
+    run(model, options)
+
+
 # By panel of the help: the commands, in its order, with an example
 COMMANDS: dict[str, dict[Callable, str]] = {
     "Start": {
@@ -299,6 +331,9 @@ COMMANDS: dict[str, dict[Callable, str]] = {
         inspect: "attnres inspect tuned --base base -o attnres-depth",
         bench: "attnres bench --shape tiny --variants 4,full --pairs 5",
     },
+    "Serve": {
+        serve: "attnres serve qwen3-attnres --continuous-batching --port 8000",
+    },
     "Share": {
         card: "attnres card qwen3-attnres --base-model Qwen/Qwen3-0.6B",
         push: "attnres push qwen3-attnres user/qwen3-attnres --dry-run",
@@ -313,7 +348,9 @@ app.callback()(attnres)
 for panel, commands in COMMANDS.items():
     for command, example in commands.items():
         name = command.__name__.rstrip("_")  # `eval` and `import` are words of Python
-        app.command(name, rich_help_panel=panel, epilog=f"Example: {example}")(command)
+        # The options of an engine go through
+        settings = {"allow_extra_args": True, "ignore_unknown_options": True} if command is serve else None
+        app.command(name, rich_help_panel=panel, epilog=f"Example: {example}", context_settings=settings)(command)
 
 
 def main():

@@ -22,17 +22,38 @@ NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not run the mode
 VerifyText = Annotated[
     Path | None, typer.Option(metavar="FILE", help="UTF-8 text to compare on, in place of the built-in one.")
 ]
+# The panel of `--help` for reads over depth other than the paper's
+READ = "Other reads over depth (default: as in the paper, or as SRC has it)"
 SpreadDevice = Annotated[str, typer.Option(help="Where to run the models: auto, cpu, cuda:0 ...")]
 ConversionJson = Annotated[bool, json_option("operation, source, destination, verification, notes and wrote")]
 
 
 def convert(
-    source: Source,
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a folder, a Hub id or a GGUF file.")],
     destination: Destination,
     block_size: Annotated[int | None, typer.Option(min=1, help="Sublayers per block; a layer has two.")] = None,
     num_blocks: Annotated[int | None, typer.Option(min=1, help="Number of blocks. [default: 8]")] = None,
     full: Annotated[bool, typer.Option("--full", help="Full AttnRes: every sublayer is a block.")] = False,
+    num_heads: Annotated[
+        int | None, typer.Option(min=1, help="Heads of a read, each on its slice.", rich_help_panel=READ)
+    ] = None,
+    query: Annotated[
+        Literal["learned", "input", "hybrid"] | None,
+        typer.Option(help="A learned vector, a projection of the newest source, or both.", rich_help_panel=READ),
+    ] = None,
+    query_rank: Annotated[
+        int | None, typer.Option(min=1, help="Rank of that projection. [default: whole]", rich_help_panel=READ)
+    ] = None,
+    weights: Annotated[
+        Literal["softmax", "sigmoid", "softmax1"] | None,
+        typer.Option(help="How scores become weights.", rich_help_panel=READ),
+    ] = None,
+    open_block: Annotated[
+        Literal["sum", "each"] | None,
+        typer.Option(help="What is read of the open block: its sum, or each output.", rich_help_panel=READ),
+    ] = None,
     revision: Revision = None,
+    gguf_file: Annotated[str | None, typer.Option(metavar="NAME", help="A GGUF file in SRC.")] = None,
     link: Link = False,
     self_contained: Annotated[
         bool, typer.Option("--self-contained", help="Put the model code into the folder, for other programs.")
@@ -60,13 +81,20 @@ def convert(
             verify=not no_verify,
             verify_text=verify_text,
             device=device,
+            gguf_file=gguf_file,
+            num_heads=num_heads,
+            query=query,
+            query_rank=query_rank,
+            weights=weights,
+            open_block=open_block,
         )
+    serve = f"To serve it: attnres serve {destination}"
     if (destination / "modeling_attnres.py").exists():
-        hint = "The model code is in the folder: programs without attnres, such as vLLM, need --trust-remote-code."
+        hint = f"The model code is in the folder: what does not import attnres needs `trust_remote_code`. {serve}"
     elif report.model_type == "attnres_multimodal":
         hint = "`import attnres` before loading it, with `AutoModelForImageTextToText`."
     else:
-        hint = "`import attnres` before loading it. For programs that do not, such as vLLM: convert --self-contained."
+        hint = f"`import attnres` before loading it; for programs that do not: convert --self-contained. {serve}"
     show(report, destination, as_json, hint)
 
 

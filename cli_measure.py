@@ -19,7 +19,7 @@ Dtype = Annotated[str, typer.Option(help="float32, bfloat16 ...; auto is that of
 def eval_(
     models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="The first is the baseline.")],
     output: Annotated[Path, typer.Option("--output", "-o", help="For samples, tables, plots.")] = Path("attnres-eval"),
-    suite: Annotated[str | None, typer.Option(help="paper, core, chat, quick, or a YAML file.")] = None,
+    suite: Annotated[str | None, typer.Option(help="paper, core, chat, quick, offline, or a YAML file.")] = None,
     tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, separated by commas.")] = None,
     peft: Annotated[str | None, typer.Option(help="Adapter on the last model.")] = None,
     limit: Annotated[int | None, typer.Option(min=1, help="Documents per task, to try things out.")] = None,
@@ -106,7 +106,7 @@ def _evaluate(
     """
     with only_json_on_stdout(as_json):
         from .eval import EvalModel, EvalOptions, evaluate
-        from .eval.report import NAMES, cut_off_warnings, scores
+        from .eval.report import NAMES, answer_warnings, scores
 
         described = [EvalModel(model) for model in models]
         if peft is not None:
@@ -118,7 +118,7 @@ def _evaluate(
         print_json(results, wrote)
     else:
         console.print(scores(results))
-        for warning in cut_off_warnings(results):
+        for warning in answer_warnings(results):
             note("Note:", warning)
         _say_skipped(results["skipped"])
         say_written(wrote)
@@ -223,8 +223,13 @@ def bench(
     output: Annotated[Path, typer.Option("--output", "-o", help="For figures, table and plot.")] = Path(
         "attnres-bench"
     ),
-    shape: Annotated[str, typer.Option(help="qwen3-0.6b, llama-3.2-1b, qwen3-8b, tiny.")] = "qwen3-0.6b",
-    variants: Annotated[str, typer.Option(help="Numbers of blocks, and full, separated by commas.")] = "8,4,full",
+    shape: Annotated[
+        str | None, typer.Option(help="qwen3-0.6b, llama-3.2-1b, qwen3-8b, tiny. [default: qwen3-0.6b]")
+    ] = None,
+    model: Annotated[str | None, typer.Option(help="A checkpoint, in place of a shape with random weights.")] = None,
+    variants: Annotated[
+        str, typer.Option(help="Numbers of blocks, or full, and fields of the read: 8,8:num_heads=4.")
+    ] = "8,4,full",
     cases: Annotated[
         str, typer.Option(help="decode-BATCH-KVLENGTH, prefill-LENGTH, train-LENGTH, separated by commas.")
     ] = "decode-1-64,prefill-512,train-512",
@@ -243,6 +248,7 @@ def bench(
             results = bench(
                 output,
                 shape=shape,
+                model=model,
                 variants=tuple(variants.split(",")),
                 cases=tuple(cases.split(",")),
                 layers=layers,

@@ -23,6 +23,13 @@ EXCEPTIONS = dict.fromkeys(
     ("attnres", "attnres_multimodal", "inkling2", "inkling2_text"), "it is an attention-residual architecture already"
 )
 
+# What reads over depth may be like; the first is the paper's own
+READS = {
+    "attn_res_query": ("learned", "input", "hybrid"),
+    "attn_res_weights": ("softmax", "sigmoid", "softmax1"),
+    "attn_res_open_block": ("sum", "each"),
+}
+
 # Class attributes of a base config that transformers looks up on the config: ours belong to an instance
 _MIRRORED_ATTRIBUTES = (
     *("attribute_map", "base_model_tp_plan", "base_model_ep_plan", "default_theta", "sub_configs"),
@@ -91,7 +98,40 @@ def _check_scale_norm_eps(value: bool):
         raise ValueError(f"`attn_res_scale_norm_eps={value!r}` must be True or False, not {_name_type(value)}.")
 
 
+def _check_num_heads(value: int):
+    _check_count("attn_res_num_heads", value, "a number of heads >= 1 that divides `hidden_size`")
+
+
+def _check_query_rank(value: int | None):
+    if value is not None:
+        _check_count("attn_res_query_rank", value, "None, or a rank >= 1")
+
+
+def _check_choice(name: str, allowed: tuple[str, ...], value: str):
+    if not isinstance(value, str) or value not in allowed:
+        raise ValueError(f"`{name}={value!r}` must be one of {', '.join(allowed)}.")
+
+
+def _check_read(config: "AttnResConfig"):
+    """Raise a `ValueError` for fields of the read over depth that contradict each other."""
+    heads, rank = config.attn_res_num_heads, config.attn_res_query_rank
+    if heads > 1 and config.hidden_size % heads:
+        raise ValueError(f"`attn_res_num_heads={heads}` must divide `hidden_size={config.hidden_size}`.")
+    if rank is not None and config.attn_res_query == "learned":
+        raise ValueError(
+            f"`attn_res_query_rank={rank}` is of a projection, and `attn_res_query='learned'` has none: leave it out,"
+            " or take 'input' or 'hybrid'."
+        )
+    if rank is not None and rank > config.hidden_size:
+        raise ValueError(
+            f"`attn_res_query_rank={rank}` must be at most `hidden_size={config.hidden_size}`; None is a whole matrix."
+        )
+
+
 _FIELD_CHECKS: dict[str, Callable[[Any], None]] = {
+    "attn_res_num_heads": _check_num_heads,
+    "attn_res_query_rank": _check_query_rank,
+    **{name: functools.partial(_check_choice, name, allowed) for name, allowed in READS.items()},
     "base_model_type": check_base_model_type,
     "attn_res_block_size": _check_block_size,
     "attn_res_norm_eps": _check_norm_eps,
@@ -174,11 +214,24 @@ class AttnResConfig(PreTrainedConfig):
         Epsilon of the RMSNorm on the keys of depth attention.
     attn_res_scale_norm_eps (`bool`, *optional*, defaults to `False`):
         Whether every read is multiplied by its number of sources, which to the norm behind it is the same as an
-        epsilon divided by the square of that number, hence the name. With queries of zero a read is then the residual
+        epsilon divided by the square of that number, hence the name (by 2 if weights are a sigmoid, and one source
+        more if they are `"softmax1"`). With queries of zero a read is then the residual
         stream, and the model computes exactly what its base computes.
     attn_res_sublayers (`list[int]`, *optional*):
         How often each decoder layer adds to the residual stream, usually 2. Counted by a run of the base without
         weights where it is not given, or not for this number of layers.
+    attn_res_num_heads (`int`, *optional*, defaults to 1):
+        Number of heads of a read. Each reads its slice of the hidden dimension with weights of its own.
+    attn_res_query (`str`, *optional*, defaults to `"learned"`):
+        What a query is made of: `"learned"` is a vector of each site, `"input"` a projection of the newest source at
+        the site, and `"hybrid"` the sum of both.
+    attn_res_query_rank (`int`, *optional*):
+        Rank of that projection; `None` is a whole matrix of each site.
+    attn_res_weights (`str`, *optional*, defaults to `"softmax"`):
+        How scores become weights: `"softmax"`, `"sigmoid"`, or `"softmax1"`, a softmax with one score more, which is
+        zero and reads nothing.
+    attn_res_open_block (`str`, *optional*, defaults to `"sum"`):
+        What can be read of the open block: the `"sum"` of its outputs, or `"each"` of them.
 
     ```python
     >>> from attnres import AttnResConfig, AttnResForCausalLM
@@ -199,6 +252,11 @@ class AttnResConfig(PreTrainedConfig):
     attn_res_norm_eps: float = 1e-6
     attn_res_scale_norm_eps: bool = False
     attn_res_sublayers: list[int] | None = None
+    attn_res_num_heads: int = 1
+    attn_res_query: str = "learned"
+    attn_res_query_rank: int | None = None
+    attn_res_weights: str = "softmax"
+    attn_res_open_block: str = "sum"
     tie_word_embeddings: bool | None = None
 
     def __post_init__(self, **kwargs):
@@ -222,6 +280,7 @@ class AttnResConfig(PreTrainedConfig):
         for name, value in vars(base_config).items():
             if name in keywords or name == "_heterogeneity_spec":
                 self.__dict__[name] = value
+        _check_read(self)
         # TRL reads this attribute where transformers has no class of the architecture's name
         super().__post_init__(**{"auto_map": {}, **kwargs})
 
@@ -363,9 +422,13 @@ class AttnResConfig(PreTrainedConfig):
     def _remove_keys_not_serialized(self, d: dict[str, Any]):
         for name in _MIRRORED_ATTRIBUTES:
             d.pop(name, None)
-        for name in ("auto_map", "attn_res_sublayers"):
+        for name in ("auto_map", "attn_res_sublayers", "attn_res_query_rank"):
             if not d.get(name):
                 d.pop(name, None)
+        # As files were before there were these fields
+        for name, (default, *_) in {**READS, "attn_res_num_heads": (1,)}.items():
+            if d.get(name) == default:
+                d.pop(name)
         super()._remove_keys_not_serialized(d)
 
 

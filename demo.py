@@ -34,7 +34,8 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from .conversion import Checkpoint, convert, open_checkpoint, revert
+from .checkpoint import different_tensors, open_checkpoint
+from .conversion import convert, revert
 
 
 PROMPTS = ["def main(", "import os\n", "class Error(Exception):\n    "]
@@ -223,10 +224,6 @@ def finetune_both(base: Path, converted: Path, folder: Path, steps: int) -> dict
     return {name: result.losses for name, result in results.items()}
 
 
-def read_tensors(checkpoint: Checkpoint) -> dict[str, torch.Tensor]:
-    return checkpoint.tensors(list(checkpoint.weight_map))
-
-
 @torch.no_grad()
 def held_out_loss(candidates: dict[str, torch.nn.Module], tokens: torch.Tensor) -> tuple[dict[str, float], float]:
     """Mean loss of each of two models over `tokens`, `[windows, length]`, and the largest difference of a logit."""
@@ -277,13 +274,10 @@ def convert_and_revert(base: str | Path, output: Path, num_blocks: int):
     console.print(Markdown(report.to_markdown()))
     console.print("Reverting it ...")
     revert(output / "attnres", output / "reverted", verify=False)
-    originals, reverted = (read_tensors(open_checkpoint(path)) for path in (base, output / "reverted"))
-    if originals.keys() != reverted.keys() or any(
-        not torch.equal(*(tensors[name].flatten().view(torch.uint8) for tensors in (originals, reverted)))
-        for name in originals
-    ):
+    original, reverted = open_checkpoint(base), open_checkpoint(output / "reverted")
+    if different_tensors(original, reverted):
         raise ValueError("The reverted checkpoint is not the one that was converted; please report this.")
-    console.print(f"All {len(originals)} tensors of the base are back, bit for bit.")
+    console.print(f"All {len(original.weight_map)} tensors of the base are back, bit for bit.")
 
 
 def compare(base: str | Path, converted: Path, held_out: list[str]):

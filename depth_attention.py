@@ -115,7 +115,15 @@ def source_scores(queries: torch.Tensor, source: torch.Tensor, eps: float) -> to
     return SourceScores.apply(queries, source, eps)
 
 
+def by_head(tensors: Sequence[torch.Tensor], num_heads: int) -> list[torch.Tensor]:
+    """`[..., hidden]` as `[..., heads, hidden / heads]`, each."""
+    return [tensor.unflatten(-1, (num_heads, -1)) for tensor in tensors]
+
+
 def weighted_sum(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum over sources, `[batch, seq, hidden]`, by weights `[batch, seq, (heads,) sources]`."""
+    if weights.ndim > sources[0].ndim:
+        return weighted_sum(weights, by_head(sources, weights.shape[-2])).flatten(-2)
     if use_kernels(sources[0]):
         return kernels().weighted_sum(weights, sources)
     mix = weights[..., :1] * sources[0]
@@ -126,6 +134,10 @@ def weighted_sum(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torc
 
 def weighted_sum_backward(grad: torch.Tensor, weights: torch.Tensor, sources: Sequence[torch.Tensor]):
     """Gradients of the weights and of the sources."""
+    if weights.ndim > sources[0].ndim:
+        grad, *sources = by_head([grad, *sources], weights.shape[-2])
+        grad_weights, *grad_sources = weighted_sum_backward(grad, weights, sources)
+        return grad_weights, *(grad_source.flatten(-2) for grad_source in grad_sources)
     if use_kernels(sources[0]):
         return kernels().weighted_sum_backward(grad, weights, sources)
     grad = grad.to(weights.dtype)
@@ -194,7 +206,8 @@ def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: n
     """What a read gives to its sublayer.
 
     Args:
-        weights: `[batch, seq, sources]`, at least fp32.
+        weights: `[batch, seq, sources]`, at least fp32, or of several heads `[batch, seq, heads, sources]`, each of
+            which has its slice of the hidden dimension.
         sources: the values, each `[batch, seq, hidden]`.
         norm: the norm in front of the sublayer, if it is to be applied.
 
@@ -202,8 +215,9 @@ def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: n
         `[batch, seq, hidden]`. With a norm the backward pass has no more to keep than weights and sources.
     """
     if get_backend() == "reference":
-        values = torch.stack(sources, dim=-2)
-        mix = (weights.unsqueeze(-1) * values.to(weights.dtype)).sum(-2).to(values.dtype)
+        is_multi_head = weights.ndim > sources[0].ndim
+        values = torch.stack(by_head(sources, weights.shape[-2]) if is_multi_head else list(sources), dim=-2)
+        mix = (weights.unsqueeze(-1) * values.to(weights.dtype)).sum(-2).to(values.dtype).view_as(sources[0])
         return mix if norm is None else norm_of(norm, mix)
     if not torch.is_grad_enabled():
         mix = weighted_sum(weights, sources)
@@ -383,7 +397,10 @@ class BlockCache:
     @classmethod
     def beside(cls, kv_cache) -> "BlockCache":
         """The block cache of the generation whose KV cache this is, from its first forward pass to its last."""
-        return _BLOCK_CACHES.setdefault(kv_cache, cls())
+        cache = _BLOCK_CACHES.get(kv_cache)
+        if type(cache) is not cls:  # none yet, or of a model that reads otherwise
+            cache = _BLOCK_CACHES[kv_cache] = cls()
+        return cache
 
     def start(self, queries: torch.Tensor, like: torch.Tensor, block_size: int, eps: float):
         """Empty the cache for a forward pass.
@@ -538,10 +555,14 @@ class BlockCache:
             # by the exponential that cannot overflow
             alpha = 1 / (1 + math.exp(-score)) if score > 0 else 1 - 1 / (1 + math.exp(score))
             mix = torch.lerp(mix, wide_partial, alpha)
+        # out of the buffer, which the next block overwrites
+        return self._normed_of_one_token(mix, norm, factor, copy=partial is None)
+
+    def _normed_of_one_token(self, mix: torch.Tensor, norm: nn.Module | None, factor: int, copy: bool) -> torch.Tensor:
+        dtype = self.dtype
         parameters = rms_norm_parameters(norm, dtype)
         if parameters is None:
-            # out of the buffer, which the next block overwrites
-            mix = (mix * factor).to(dtype) if factor != 1 else mix.to(dtype, copy=partial is None)
+            mix = (mix * factor).to(dtype) if factor != 1 else mix.to(dtype, copy=copy)
             return mix if norm is None else norm_of(norm, mix)
         weight, eps = parameters
         vector = mix.view(-1)

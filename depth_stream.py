@@ -13,7 +13,7 @@ source is the embedding. A stream is a value, as a tensor is: nothing changes on
 layer (activation checkpointing) or hands streams about (FSDP, pipelines) computes the same again.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
@@ -50,11 +50,11 @@ class DepthRecorder:
     # `[batch, seq]` of the forward pass, set by the model
     tokens: torch.Size | None = None
 
-    def by_token(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[batch, seq, n]`, of a tensor from a layer that may have flattened the tokens."""
-        if self.tokens is None or tensor.shape[:-1] != (self.tokens.numel(),):
+    def by_token(self, tensor: torch.Tensor, num_dims: int = 1) -> torch.Tensor:
+        """`[batch, seq, ...]` of a tensor from a layer that may have flattened the tokens; `num_dims` come behind."""
+        if self.tokens is None or tensor.shape[:-num_dims] != (self.tokens.numel(),):
             return tensor
-        return tensor.reshape(*self.tokens, -1)
+        return tensor.unflatten(0, self.tokens)
 
 
 @dataclass(eq=False)  # a dataclass, as FSDP2 looks for tensors in these
@@ -106,6 +106,9 @@ class DepthStream:
             cast = None if read_as == dtype else read_as
         if self.recorder is not None and self.recorder.outputs is not None:
             self.recorder.outputs[self.site] = output  # itself, as somebody may want its gradient
+        return self._append(output, cast)
+
+    def _append(self, output: torch.Tensor, cast: torch.dtype | None) -> "DepthStream":
         partial = output if self.partial is None else self.partial + output
         site = self.site + 1
         if site % self.block_size:
@@ -116,9 +119,14 @@ class DepthStream:
         new = self._with((*self.blocks, partial), None, site, cast, is_cached=False)
         # Not when it is read: that may be in a layer that is computed again, which has to do the same again
         last = len(self.queries) if self.scored_until is None else self.scored_until
-        if site < last and backend_of(partial) != "fla":
-            new._scores_of_blocks()
+        if site < last:
+            new._prepare_reads()
         return new
+
+    def _prepare_reads(self):
+        """What is done once when a block closes, and not at every read."""
+        if backend_of(self.newest) != "fla":
+            self._scores_of_blocks()
 
     def _with(self, blocks, partial, site: int, cast: torch.dtype | None, is_cached: bool) -> "DepthStream":
         new = object.__new__(type(self))  # a step of decoding makes one at every site
@@ -143,14 +151,14 @@ class DepthStream:
             return norm_of(norm, self.read())
         # With gradients it is computed again, as a layer is in activation checkpointing
         mix = None if torch.is_grad_enabled() else self.mix
-        if mix is None and len(self.blocks) == 1 and self.partial is None and self.recorder is None:
-            mix = self.blocks[0]  # the softmax over one source is 1
+        if mix is None and self.recorder is None and self._is_one_source():
+            mix = self.blocks[0]
         if mix is not None:
             mix = mix if self.cast is None else mix.to(self.cast)
             return mix if norm is None else norm_of(norm, mix)
         cache = self._usable_cache(self.newest)
         if cache is not None:
-            result = cache.read(self.site, self.partial, norm, self._factor())
+            result = self._read_cached(cache, norm)
         else:
             result = self._read_sources(norm)
         if self.cast is not None:
@@ -159,8 +167,15 @@ class DepthStream:
             self.mix = result
         return result
 
+    def _is_one_source(self) -> bool:
+        """Whether there is nothing to mix: the softmax over one source is 1."""
+        return len(self.blocks) == 1 and self.partial is None
+
     def _factor(self) -> int:
         return len(self.sources) if self.sums else 1
+
+    def _read_cached(self, cache: BlockCache, norm: nn.Module | None) -> torch.Tensor:
+        return cache.read(self.site, self.partial, norm, self._factor())
 
     def _read_sources(self, norm: nn.Module | None) -> torch.Tensor:
         if self.recorder is None and backend_of(self.newest) == "fla":
@@ -190,10 +205,14 @@ class DepthStream:
                 scores = ()
         for block in self.blocks[len(scores) :]:
             # A tensor for each site: slices, taken where they are read, would have gradients as large as the whole
-            columns = source_scores(self.queries[self.site : end], block, self.eps).unbind(-1)
+            columns = self._score(self.queries[self.site : end], block).unbind(-1)
             scores = (*scores, (self.site, columns))
         self.scores, self.scored_until = scores, end
         return [columns[self.site - first] for first, columns in scores]
+
+    def _score(self, queries: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
+        """Scores of a source for the queries of some sites, `[batch, seq, sites]`."""
+        return source_scores(queries, source, self.eps)
 
     # The block cache
 
@@ -203,13 +222,16 @@ class DepthStream:
         Raises:
             RuntimeError: at a later read, if the cache has been given to another forward pass in the meantime.
         """
-        cache.start(self.queries, self.newest, self.block_size, self.eps)
+        self._start(cache)
         blocks = tuple(cache.append(block) for block in self.blocks)
         new = self._with(blocks, self.partial, self.site, self.cast, is_cached=True)
         new.cache, new.cache_pass = cache, cache.num_passes
-        if self.site == 0:
+        if self.site == 0 and self._is_one_source():
             new.mix = self.newest  # not the copy, which the next forward pass overwrites
         return new
+
+    def _start(self, cache: BlockCache):
+        cache.start(self.queries, self.newest, self.block_size, self.eps)
 
     def _usable_cache(self, source: torch.Tensor) -> BlockCache | None:
         """The block cache, if it holds the blocks of this stream and not those of one that has gone further.
@@ -235,6 +257,17 @@ class DepthStream:
         """Copies and pickles have the fields, and not the cache, whose parts share their memory."""
         self._check_memory()
         return type(self), tuple(getattr(self, of_dataclass.name) for of_dataclass in fields(self))
+
+    def parts(self) -> tuple[list[torch.Tensor | None], tuple]:
+        """The tensors that a stream is made of, and all else."""
+        context = self.site, self.block_size, self.eps, self.sums, self.cast, self.recorder
+        return [self.queries, self.partial, *self.blocks], context
+
+    @classmethod
+    def of_parts(cls, leaves: Sequence[torch.Tensor | None], context: tuple) -> "DepthStream":
+        """The inverse of `parts`."""
+        queries, partial, *blocks = leaves
+        return cls(queries, tuple(blocks), partial, *context)
 
     # As a tensor
 
@@ -262,10 +295,13 @@ class DepthStream:
         if device is not None and torch.device(device) != self.device:
             non_blocking = kwargs.get("non_blocking", False)
             moved = stream.on_sources(lambda source: source.to(device, non_blocking=non_blocking))
-            moved = replace(moved, queries=stream.queries.to(device, non_blocking=non_blocking))
+            moved = moved._with_queries(lambda queries: queries.to(device, non_blocking=non_blocking))
             moved.scored_until = stream.scored_until
-            stream = moved if stream.cache is None else moved.keep_in(BlockCache())
+            stream = moved if stream.cache is None else moved.keep_in(type(stream.cache)())
         return stream
+
+    def _with_queries(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DepthStream":
+        return replace(self, queries=function(self.queries))
 
     def reshape(self, *shape):
         shape = tuple(shape[0]) if isinstance(shape[0], (tuple, list)) else shape
@@ -403,49 +439,51 @@ for _name, _dtype in (("float", "float32"), ("double", "float64"), ("half", "flo
     setattr(DepthStream, _name, lambda self, _dtype=_dtype: self.to(getattr(torch, _dtype)))
 
 
-# For export, pipelines, and FSDP2 before torch 2.13
-pytree.register_pytree_node(
-    DepthStream,
-    lambda s: (
-        [s.queries, s.partial, *s.blocks],
-        (s.site, s.block_size, s.eps, s.sums, s.cast, s.recorder),
-    ),
-    lambda leaves, context: DepthStream(leaves[0], tuple(leaves[2:]), leaves[1], *context),
-    serialized_type_name=f"{__name__}.DepthStream",
-)
+def register_stream(cls: type[DepthStream]) -> type[DepthStream]:
+    """Tell PyTorch of which tensors a stream is made: for export, pipelines, and FSDP2 before torch 2.13."""
+    pytree.register_pytree_node(cls, cls.parts, cls.of_parts, serialized_type_name=f"{cls.__module__}.{cls.__name__}")
+    return cls
+
+
+register_stream(DepthStream)
 
 
 def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
     """Activation checkpointing of a layer: only tensors cross `checkpoint`, and each run has a stream of its own."""
     # Before transformers 5.20 the stream may begin in here, as hooks of the layer run within its checkpoint
     stream = args[0] if args and isinstance(args[0], DepthStream) else None
-    given = () if stream is None else (stream.queries, stream.partial, *stream.blocks)
+    given, context = ([], None) if stream is None else stream.parts()
     others = args[1:] if given else args
     written_as: dict[str, Any] = {}
 
     def on_tensors(*tensors):
-        blocks = ()
+        inner = tensors[: len(given)]
         if stream is not None:
-            queries, partial, *blocks = tensors[: len(given)]
-            inner = replace(stream, queries=queries, partial=partial, blocks=tuple(blocks))
-            inner.scored_until = stream.scored_until
-            tensors = inner, *tensors[len(given) :]
+            inner_stream = stream.of_parts(inner, context)
+            inner_stream.scored_until = stream.scored_until
+            tensors = inner_stream, *tensors[len(given) :]
         output = function(*tensors)
         written, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(written, DepthStream):
             return output
-        names = ("site", "block_size", "eps", "sums", "cast", "recorder")
-        written_as.update({name: getattr(written, name) for name in names}, is_tuple=isinstance(output, tuple))
-        # Blocks that the layer has been given come back only if it has changed them, by a factor or a dtype
-        is_kept = all(block is new for block, new in zip(blocks, written.blocks))
-        written_as.update(rest=len(rest), kept=len(blocks) if is_kept else 0)
-        return None if given else written.queries, written.partial, *rest, *written.blocks[written_as["kept"] :]
+        leaves, written_context = written.parts()
+        # What the layer has been given and not changed does not come back: queries, and most of the blocks
+        places = [_place_of(leaf, inner) for leaf in leaves]
+        written_as.update(stream=type(written), context=written_context, places=places, rest=len(rest))
+        written_as["is_tuple"] = isinstance(output, tuple)
+        return *rest, *(leaf for leaf, place in zip(leaves, places) if place is None)
 
     outputs = checkpoint(on_tensors, *given, *others)
     if not written_as:  # the layer's hook says what is wrong with that
         return outputs
-    queries, partial, *outputs = outputs
-    num_kept, num_rest, is_tuple = (written_as.pop(name) for name in ("kept", "rest", "is_tuple"))
-    blocks = (*given[2 : 2 + num_kept], *outputs[num_rest:])
-    new = DepthStream(given[0] if given else queries, blocks, partial, **written_as)
-    return (new, *outputs[:num_rest]) if is_tuple else new
+    rest, changed = outputs[: written_as["rest"]], list(outputs[written_as["rest"] :])
+    leaves = [changed.pop(0) if place is None else given[place] for place in written_as["places"]]
+    new = written_as["stream"].of_parts(leaves, written_as["context"])
+    return (new, *rest) if written_as["is_tuple"] else new
+
+
+def _place_of(leaf: torch.Tensor | None, tensors: tuple) -> int | None:
+    for place, tensor in enumerate(tensors):
+        if leaf is tensor:
+            return place
+    return None

@@ -32,9 +32,10 @@ from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .configuration_attnres import AttnResConfig, base_config_class
-from .depth_attention import BlockCache
 from .depth_backends import get_backend
+from .depth_pipeline import carry_streams
 from .depth_probe import decoder_layers
+from .depth_reads import Read
 from .depth_stream import DepthRecorder, DepthStream, checkpoint_stream
 from .generation_attnres import AttnResGenerationMixin, depth_output_class
 
@@ -51,20 +52,64 @@ REMOTE_CODE_AUTO_MAP = {
 
 
 class AttnResDepthQueries(nn.Module):
-    """The pseudo-queries and key-norm weights of all sites. Zero queries read the mean of all sources."""
+    """The pseudo-queries and key-norm weights of all sites. Zero queries read the mean of all sources.
+
+    Queries that see the input have a projection of it in place of the vector, or beside it: `projection`, or
+    `projection_down` and `projection_up` if it has a rank.
+    """
 
     def __init__(self, config: AttnResConfig):
         super().__init__()
-        self.block_size = config.attn_res_block_size
+        self.block_size, self.read = config.attn_res_block_size, Read.of(config)
+        self.std = getattr(config, "initializer_range", 0.02)  # of bases that have none, transformers' own
+        num_sites, hidden_size, rank = config.num_sites, config.hidden_size, self.read.query_rank
         # Small steps away from zero vanish in half precision, so these are at least fp32 in every model
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
-        self.query = nn.Parameter(torch.zeros(config.num_sites, config.hidden_size, dtype=dtype))
-        self.key_norm = nn.Parameter(torch.ones(config.num_sites, config.hidden_size, dtype=dtype))
 
-    def forward(self) -> torch.Tensor:
-        """The folded queries `query * key_norm`, `[sites, hidden]`: scores depend on nothing else."""
-        dtype = torch.promote_types(self.query.dtype, torch.float32)
-        return self.query.to(dtype) * self.key_norm.to(dtype)
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(num_sites, *shape, dtype=dtype))
+
+        if self.read.query != "input":
+            self.query = parameter(hidden_size)
+        self.key_norm = nn.Parameter(torch.ones(num_sites, hidden_size, dtype=dtype))
+        if self.read.query != "learned":
+            if rank is None:
+                self.projection = parameter(hidden_size, hidden_size)
+            else:
+                self.projection_down, self.projection_up = parameter(rank, hidden_size), parameter(hidden_size, rank)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self):
+        """Queries of zero. Of two projections the second is not: nothing would be learned from two zeros."""
+        for name, tensor in self.named_parameters(recurse=False):
+            if name == "key_norm":
+                init.ones_(tensor)
+            elif name == "projection_up":
+                init.normal_(tensor, std=self.std)
+            else:
+                init.zeros_(tensor)
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """The folded queries `query * key_norm`, `[sites, hidden]`, and what makes queries of the input.
+
+        Scores of learned queries depend on the product alone. Behind it come, if there are any, the key norms and the
+        projections, as `InputStream` takes them.
+        """
+        dtype = torch.promote_types(self.key_norm.dtype, torch.float32)
+        key_norm = self.key_norm.to(dtype)
+        folded = torch.zeros_like(key_norm) if self.read.query == "input" else self.query.to(dtype) * key_norm
+        if self.read.query == "learned":
+            return (folded,)
+        names = ("projection",) if self.read.query_rank is None else ("projection_down", "projection_up")
+        return folded, key_norm, *(getattr(self, name).to(dtype) for name in names)
+
+    def zeros_at_first(self) -> list[torch.Tensor]:
+        """The parameters, `[sites, ...]`, which all being zero make every read the mean of its sources."""
+        return [getattr(self, name) for name in ("query", "projection", "projection_down") if hasattr(self, name)]
+
+    def are_zero(self) -> bool:
+        return not any(tensor.any() for tensor in self.zeros_at_first())
 
     def _apply(self, fn: Callable, recurse: bool = True):
         # `model.half()` and `model.to(torch.bfloat16)` come through here
@@ -82,23 +127,44 @@ class AttnResDepthQueries(nn.Module):
         # CODEPATH: PEFT trains and saves a copy of this module alone (within a copy of a model the memo has the
         # model). Shapes of queries do not tell how sublayers were divided into blocks, so what an adapter saves does
         if is_adapter:
-            copied.trained_block_size = nn.Buffer(torch.tensor(self.block_size))
+            copied.trained_block_size = nn.Buffer(self.trained_for)
         return copied
+
+    @property
+    def trained_for(self) -> torch.Tensor:
+        """The block size; if reads are not the paper's own, the numbers of their fields behind it."""
+        if self.read == Read():
+            return torch.tensor(self.block_size)
+        return torch.tensor([self.block_size, *self.read.numbers()])
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         try:
-            self.check_trained_block_size(state_dict.get(f"{prefix}trained_block_size"))
+            self.check_trained_for(state_dict.get(f"{prefix}trained_block_size"))
         except ValueError as error:
             errors.append(str(error))
         super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
 
-    def check_trained_block_size(self, block_size: torch.Tensor | None):
-        """Raise a `ValueError` if an adapter was trained for other blocks than this model's."""
-        if block_size is not None and int(block_size) != self.block_size:
+    def check_trained_for(self, numbers: torch.Tensor | None):
+        """Raise a `ValueError` if an adapter was trained for other blocks than this model's, or to be read otherwise.
+
+        Args:
+            numbers: `trained_for` in the adapter's file; a model's file has none.
+        """
+        if numbers is None:
+            return
+        block_size, *of_read = numbers.flatten().tolist()
+        if block_size != self.block_size:
             raise ValueError(
-                f"The adapter's depth queries were trained with `attn_res_block_size={int(block_size)}` and this model"
+                f"The adapter's depth queries were trained with `attn_res_block_size={block_size}` and this model"
                 f" has {self.block_size}: the same queries would read from other sources. Load it on a conversion of"
                 " the base with the adapter's block size."
+            )
+        read = Read.of_numbers(of_read) if of_read else Read()
+        if read != self.read:
+            raise ValueError(
+                f"The adapter's depth queries were trained for {read or 'a read that is not known here'}, and this"
+                f" model has {self.read}: the same queries would read something else. Load it on a conversion of the"
+                " base with the adapter's fields."
             )
 
 
@@ -229,6 +295,14 @@ class AttnResPreTrainedModel(PreTrainedModel):
             trunk.read_over_depth()
         super().post_init()
 
+    @classmethod
+    def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
+        model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
+        if hasattr(model, "_pp_stage"):
+            kept = [layer.depth_sites for layer in decoder_layers(model.base_model) if hasattr(layer, "depth_sites")]
+            carry_streams(model, entry_site=kept[0][0])
+        return model
+
     @property
     def trunk(self) -> PreTrainedModel:
         """The decoder that reads over depth."""
@@ -252,8 +326,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
     @torch.no_grad()
     def _init_weights(self, module):
         if isinstance(module, AttnResDepthQueries):
-            init.zeros_(module.query)
-            init.ones_(module.key_norm)
+            module.reset()
         else:
             super()._init_weights(module)
 
@@ -313,7 +386,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
         try:  # here, as transformers sets tensors by itself
             for module in self.modules():
                 if isinstance(module, AttnResDepthQueries):
-                    module.check_trained_block_size(getattr(module, "trained_block_size", None))
+                    module.check_trained_for(getattr(module, "trained_block_size", None))
         except ValueError:
             self.delete_adapter(list(set(self.peft_config) - before))
             raise
@@ -452,6 +525,7 @@ class AttnResModel(AttnResPreTrainedModel):
         site: int = 0,
         recorder: DepthRecorder | None = None,
         kv_cache=None,
+        outputs: Sequence[torch.Tensor] = (),
     ) -> DepthStream:
         """A stream that goes on from some site. A pipeline stage is called with it as `inputs_embeds`.
 
@@ -461,6 +535,10 @@ class AttnResModel(AttnResPreTrainedModel):
             site: the number of outputs that blocks and partial sum are made of.
             recorder: of this forward pass.
             kv_cache: whose generation shares its buffers from step to step.
+            outputs: those in the open block, each `[batch, seq, hidden]`, if `attn_res_open_block` is "each".
+
+        Raises:
+            ValueError: if the config was changed since the model was made, or outputs are missing.
         """
         config = self.config
         if self.depth_queries.block_size != config.attn_res_block_size:
@@ -468,8 +546,20 @@ class AttnResModel(AttnResPreTrainedModel):
                 f"`attn_res_block_size={config.attn_res_block_size}` was set in the config of a model that was made"
                 f" with {self.depth_queries.block_size}. Make a new model of the config, with the weights of this one."
             )
-        stream = DepthStream(
-            self.fold_queries().to(blocks[0].device),
+        read = Read.of(config)
+        if read != self.depth_queries.read:
+            raise ValueError(
+                f"The config of a model that was made for {self.depth_queries.read} was changed to {read}. Make a new"
+                " model of the config."
+            )
+        num_outputs = site % config.attn_res_block_size if read.open_block == "each" else 0
+        if len(outputs) != num_outputs:
+            raise ValueError(
+                f"A stream at site {site} with `attn_res_open_block={read.open_block!r}` has {num_outputs} `outputs`,"
+                f" and {len(outputs)} were given."
+            )
+        stream = read.start(
+            [tensor.to(blocks[0].device) for tensor in self.fold_queries()],
             tuple(blocks),
             partial,
             site,
@@ -477,6 +567,7 @@ class AttnResModel(AttnResPreTrainedModel):
             eps=config.attn_res_norm_eps,
             sums=config.attn_res_scale_norm_eps,
             recorder=recorder,
+            outputs=outputs,
         )
         if recorder is not None:
             recorder.tokens = blocks[0].shape[:-1]
@@ -484,7 +575,8 @@ class AttnResModel(AttnResPreTrainedModel):
             return stream
         # A compiled graph plans its own memory
         reuse = kv_cache is not None and not torch.compiler.is_compiling()
-        return stream.keep_in(BlockCache.beside(kv_cache) if reuse else BlockCache())
+        cache_class = read.block_cache()
+        return stream.keep_in(cache_class.beside(kv_cache) if reuse else cache_class())
 
     def keep_layers(self, start: int, end: int):
         """Leave the layers `start` to `end - 1`, and the final norm behind the last one: a pipeline stage.
@@ -500,8 +592,8 @@ class AttnResModel(AttnResPreTrainedModel):
                 if isinstance(module, DepthReader):
                     setattr(self, name, PassThrough())
 
-    def fold_queries(self) -> torch.Tensor:
-        """The folded queries of all sites, `[sites, hidden]`."""
+    def fold_queries(self) -> tuple[torch.Tensor, ...]:
+        """What the forward of the depth queries gives, `[sites, hidden]` first."""
         # CODEPATH: for a batch of several adapters PEFT tells their names to what it wraps, by a hook. Its wrapper of
         # whole modules mixes nothing but linear ones, or takes the queries of the base without a word
         for hook in self.depth_queries._forward_pre_hooks.values():

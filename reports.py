@@ -108,6 +108,7 @@ class ConversionReport:
     versions: dict[str, str]
     verification: VerificationReport | None
     notes: list[str]
+    read: str = ""  # in words, where it is not the paper's own
 
     def to_dict(self) -> dict:
         verification = None if self.verification is None else self.verification.to_dict()
@@ -121,6 +122,8 @@ class ConversionReport:
                 f"- {self.base_model_type}, {self.num_sublayers} sublayers in {num_blocks} blocks of {self.block_size}"
                 + (" (Full AttnRes)" if self.block_size == 1 else "")
             )
+        if self.read:
+            lines.append(f"- read over depth: {self.read}")
         if self.source_commit is not None:
             lines.append(f"- revision of the source: `{self.source_commit}`")
         if self.tensors_added:

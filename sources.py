@@ -50,7 +50,8 @@ def read_config_dict(source: str | Path, revision: str | None = None) -> dict:
                     f"`{source}` is a PEFT adapter, not a model. Merge it into its base first:"
                     " `AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)`."
                 )
-            hint = " (GGUF files are not read; take the safetensors checkpoint)" if any(folder.glob("*.gguf")) else ""
+            gguf = min((path.name for path in folder.glob("*.gguf")), default=None)
+            hint = "" if gguf is None else f"; `attnres convert --gguf-file {gguf}` converts its GGUF file"
             raise OSError(f"`{source}` holds no config.json, so it is not a transformers checkpoint{hint}.")
     config_dict = read_json(path)
     if not isinstance(config_dict.get("model_type"), str):

@@ -31,7 +31,6 @@ from attnres.benchmarks.study_arms import (
     BATCH,
     LENGTH,
     PACKAGES,
-    SHAPE,
     TRAINING,
     Run,
     all_runs,
@@ -39,6 +38,7 @@ from attnres.benchmarks.study_arms import (
     from_scratch,
     prepare,
     rows_of,
+    training_step,
 )
 from attnres.benchmarks.study_tables import last_loss, write_tables
 from attnres.benchmarks.twin import activation_bytes, alternate
@@ -164,19 +164,7 @@ def speed(
     """Seconds and activation memory of a training step, the three models in turn in one process on one thread."""
     torch.set_num_threads(1)
     models = {arm: from_scratch(arm, 0).train() for arm in ("prenorm", "block", "full")}
-    ids = torch.randint(0, SHAPE.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-
-    def step_of(model):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-        def step():
-            model(ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    seconds = alternate([step_of(model) for model in models.values()], pairs, "Training steps")
+    seconds = alternate([training_step(model) for model in models.values()], pairs, "Training steps")
     sizes = {arm: activation_bytes(model, LENGTH, checkpointing=False) for arm, model in models.items()}
     figures = {}
     for i, arm in enumerate(models):

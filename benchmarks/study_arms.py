@@ -6,6 +6,7 @@ import json
 import os
 import sysconfig
 import zlib
+from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -142,7 +143,12 @@ def prepare(work: Path) -> dict:
         manifest[corpus][f"{split}_tokens"] = rows.numel()
         generator = torch.Generator().manual_seed(0)
         if split == "held_out":
-            rows = rows[torch.randperm(len(rows), generator=generator)[:HELD_OUT_WINDOWS]]
+            order = torch.randperm(len(rows), generator=generator)
+            # To choose by, where nothing is chosen by what it is judged on
+            torch.save(
+                rows[order[HELD_OUT_WINDOWS : 2 * HELD_OUT_WINDOWS]].to(torch.int16), work / f"{corpus}.tuning.pt"
+            )
+            rows = rows[order[:HELD_OUT_WINDOWS]]
         torch.save(rows.to(torch.int16), work / f"{corpus}.{split}.pt")
     (work / "manifest.json").write_text(json.dumps(manifest, indent=2))
     return manifest
@@ -165,6 +171,19 @@ def from_scratch(arm: str, seed: int):
     model = AttnResForCausalLM(AttnResConfig.from_base_config(SHAPE, attn_res_scale_norm_eps=False, **blocks))
     model.load_state_dict(prenorm.state_dict(), strict=False)
     return model
+
+
+def training_step(model) -> Callable[[], None]:
+    """A step of training on made-up tokens, to be timed."""
+    ids = torch.randint(0, SHAPE.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+    def step():
+        model(ids, labels=ids).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return step
 
 
 def continued(arm: str, base: Path, work: Path):

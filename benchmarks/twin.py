@@ -1,7 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """`attnres bench`: AttnRes models against their PreNorm twin, in one process, alternating.
 
-The twin and all AttnRes models share their weights, random ones in the shape of a known model, and their optimizer.
+The twin and all AttnRes models share their weights, random ones in the shape of a known model or those of a
+checkpoint, and their optimizer.
 A figure is the ratio to the twin, pair by pair, as machines change their mood from minute to minute: median and
 quartiles over the pairs, and the ratio of the fastest runs. Memory is the peak of a call above what is held before it,
 and, for training, what autograd keeps for the backward pass of the decoder.
@@ -9,6 +10,7 @@ and, for training, what autograd keeps for the backward pass of the decoder.
 
 import contextlib
 import ctypes
+import dataclasses
 import json
 import platform
 import subprocess
@@ -35,8 +37,11 @@ from transformers import (  # noqa: E402
     Qwen3Config,
     StaticCache,
 )
+from transformers.cache_utils import DynamicLayer  # noqa: E402
 
 from ..configuration_attnres import AttnResConfig  # noqa: E402
+from ..depth_reads import Read
+from ..modeling_attnres import AttnResDepthQueries
 from ..outputs import write_figure, write_file
 from ..runtime import is_dtype
 
@@ -116,27 +121,82 @@ class Case:
         return self.batch * (DECODE_STEPS if self.kind == "decode" else self.length)
 
 
-def make_models(shape: PreTrainedConfig, variants: list[str], dtype: torch.dtype, device: str) -> Models:
-    """The twin and AttnRes models on the same weights, with small random queries."""
+def make_twin(shape: PreTrainedConfig, dtype: torch.dtype, device: str) -> torch.nn.Module:
+    """The PreNorm model of a shape with random weights."""
     torch.manual_seed(0)
     with torch.device(device):
-        twin = AutoModelForCausalLM.from_config(shape, dtype=dtype).eval()
-    models = {TWIN: twin}
+        return AutoModelForCausalLM.from_config(shape, dtype=dtype).eval()
+
+
+def load_twin(checkpoint: str, dtype: torch.dtype, device: str) -> torch.nn.Module:
+    """A PreNorm checkpoint's model, or that of the base of an AttnRes one.
+
+    Raises:
+        ValueError, OSError: for what is no checkpoint of a language model.
+    """
+    from ..checkpoint import open_checkpoint
+
+    opened = open_checkpoint(checkpoint)
+    if opened.is_multimodal or not opened.has_lm_head:
+        raise ValueError(f"`model={checkpoint!r}` is not a causal language model.")
+    model = AutoModelForCausalLM.from_pretrained(opened.folder, dtype=dtype, device_map=device).eval()
+    if not isinstance(model.config, AttnResConfig):
+        return model
+    weights = {
+        name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if "depth_queries" not in name
+    }
+    twin = make_twin(model.config.to_base_config(), dtype, device)
+    twin.load_state_dict(weights, assign=True)
+    return twin
+
+
+def make_models(twin: torch.nn.Module, variants: list[str], device: str) -> Models:
+    """The twin and AttnRes models on the same weights, with small random queries."""
+    torch.manual_seed(0)
+    models, shape, dtype = {TWIN: twin}, twin.config, twin.dtype
     weights = twin.state_dict(keep_vars=True)
     for variant in variants:
-        blocks = {"block_size": 1} if variant == "full" else {"num_blocks": int(variant)}
-        config = AttnResConfig.from_base_config(shape, attn_res_scale_norm_eps=True, **blocks)
+        fields = parse_variant(variant)
+        config = AttnResConfig.from_base_config(shape, attn_res_scale_norm_eps=True, **fields)
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
-        queries = torch.nn.init.normal_(torch.empty(config.num_sites, config.hidden_size, device=device), std=0.02)
-        own = {
-            "model.depth_queries.query": torch.nn.Parameter(queries),
-            "model.depth_queries.key_norm": torch.nn.Parameter(torch.ones_like(queries)),
-        }
+        with torch.device(device):
+            queries = AttnResDepthQueries(config)
+        for tensor in queries.zeros_at_first():
+            torch.nn.init.normal_(tensor, std=0.02)
+        prefix = f"{model.base_model_prefix}.depth_queries."
+        own = {prefix + name: parameter for name, parameter in queries.named_parameters()}
         model.load_state_dict({**weights, **own}, assign=True)
-        model.model.rotary_emb = twin.model.rotary_emb  # its buffers are in no state dict
-        models["Full" if variant == "full" else f"{variant} blocks"] = model.eval()
+        for name, buffer in twin.named_buffers():  # some are in no state dict
+            module, _, last = name.rpartition(".")
+            setattr(model.get_submodule(module), last, buffer)
+        models[name_of_variant(variant)] = model.eval()
     return models
+
+
+def parse_variant(variant: str) -> dict[str, Any]:
+    """Arguments for a config: `full`, or a number of blocks, and fields of the read, `8:num_heads=4:weights=sigmoid`.
+
+    Raises:
+        ValueError: if it is neither.
+    """
+    blocks, *fields = variant.split(":")
+    parsed = [field.partition("=") for field in fields]
+    if not (blocks == "full" or blocks.isdecimal() and int(blocks)) or any(not value for _, _, value in parsed):
+        raise ValueError(
+            f"`{variant}` is neither a number of blocks nor full, with fields of the read such as `8:num_heads=4`."
+        )
+    known = {field.name for field in dataclasses.fields(Read)}
+    for name, _, _ in parsed:
+        if name not in known:
+            raise ValueError(f"`{variant}` has `{name}`, which is none of {', '.join(sorted(known))}.")
+    values = {f"attn_res_{name}": int(value) if value.isdecimal() else value for name, _, value in parsed}
+    return {**({"block_size": 1} if blocks == "full" else {"num_blocks": int(blocks)}), **values}
+
+
+def name_of_variant(variant: str) -> str:
+    blocks, *fields = variant.split(":")
+    return ", ".join(["Full" if blocks == "full" else f"{blocks} blocks", *fields])
 
 
 def work(
@@ -172,6 +232,11 @@ def work(
     cache = DynamicCache(config=model.config)
     if compiled:
         cache = StaticCache(config=model.config, max_cache_len=case.length + DECODE_STEPS)
+    # What grows with the tokens is undone. Recurrent states are not: a step takes as long with any
+    growing = [layer for layer in cache.layers if isinstance(layer, DynamicLayer)]
+    for layer in growing:
+        if hasattr(layer, "activate_past_recording"):  # so that what leaves a window comes back
+            layer.activate_past_recording()
     with torch.no_grad():
         model(ids, past_key_values=cache, logits_to_keep=1)
 
@@ -179,10 +244,11 @@ def work(
     def decode():
         for _ in range(DECODE_STEPS):
             forward(ids[:, :1], past_key_values=cache)
-        if not compiled:
-            return cache.crop(-DECODE_STEPS)
-        for layer in cache.layers:
-            layer.cumulative_length.sub_(DECODE_STEPS)
+        for layer in growing:
+            layer.crop(-DECODE_STEPS)
+        if compiled:
+            for layer in cache.layers:
+                layer.cumulative_length.sub_(DECODE_STEPS)
 
     return decode
 
@@ -242,7 +308,7 @@ def activation_bytes(model: torch.nn.Module, length: int, checkpointing: bool, b
         model.gradient_checkpointing_enable({"use_reentrant": False})
     ids = torch.zeros(batch, length, dtype=torch.long, device=model.device)
     with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        hidden_states = model.model(ids, use_cache=False).last_hidden_state
+        hidden_states = model.base_model(ids, use_cache=False).last_hidden_state
     size = sum(storages.values())
     del hidden_states
     if checkpointing:
@@ -292,7 +358,8 @@ def machine(device: str) -> dict[str, Any]:
 def bench(
     output: Path,
     *,
-    shape: str = "qwen3-0.6b",
+    shape: str | None = None,
+    model: str | None = None,
     variants: tuple[str, ...] = VARIANTS,
     cases: tuple[str, ...] = DEFAULT_CASES,
     layers: int | None = None,
@@ -307,8 +374,9 @@ def bench(
     the same code on the same machine.
 
     Args:
-        shape: one of `SHAPES`.
-        variants: numbers of blocks, or `full`.
+        shape: one of `SHAPES`, by default the first.
+        model: folder or Hub id of a checkpoint, in place of a shape. Of an AttnRes one the base is the twin.
+        variants: numbers of blocks, or `full`, and fields of the read, see `parse_variant`.
         cases: see `Case`.
         layers: fewer layers than the shape has, where it does not fit.
         pairs: alternating runs of each case.
@@ -317,15 +385,22 @@ def bench(
     Raises:
         ValueError: for what does not exist.
     """
-    check_request(shape, variants, dtype, device)
+    if model is None:
+        shape = shape or next(iter(SHAPES))
+    check_request(shape, model, layers, variants, dtype, device)
     parsed = {case: Case.parse(case) for case in cases}
     give_freed_memory_back()
-    config = SHAPES[shape]
-    if layers is not None:
-        config = type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
-    models = make_models(config, list(variants), getattr(torch, dtype), device)
+    if model is not None:
+        twin = load_twin(model, getattr(torch, dtype), device)
+    else:
+        config = SHAPES[shape]
+        if layers is not None:
+            config = type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+        twin = make_twin(config, getattr(torch, dtype), device)
+    models = make_models(twin, list(variants), device)
     shared = torch.optim.AdamW(models[TWIN].parameters(), lr=1e-5)
-    settings = {"shape": shape, "layers": config.num_hidden_layers, "dtype": dtype, "pairs": pairs}
+    name = shape if model is None else Path(model).name
+    settings = {"shape": name, "layers": twin.config.num_hidden_layers, "dtype": dtype, "pairs": pairs}
     modes = ("eager", "compiled") if compiled else ("eager",)
     longest = max((case.length for case in parsed.values() if case.kind == "train"), default=None)
     partial = Partial(output, {**settings, "variants": list(variants)}, machine(device))
@@ -341,13 +416,17 @@ def bench(
     return results
 
 
-def check_request(shape: str, variants: tuple[str, ...], dtype: str, device: str):
-    """Raise a `ValueError` for what does not exist."""
-    if shape not in SHAPES:
+def check_request(
+    shape: str | None, model: str | None, layers: int | None, variants: tuple[str, ...], dtype: str, device: str
+):
+    """Raise a `ValueError` for what does not exist or contradicts itself."""
+    if model is not None and (shape, layers) != (None, None):
+        given = "shape" if shape is not None else "layers"
+        raise ValueError(f"`model={model!r}` has a shape of its own: leave `{given}` out.")
+    if model is None and shape not in SHAPES:
         raise ValueError(f"`shape={shape!r}` is none of {', '.join(SHAPES)}.")
     for variant in variants:
-        if variant != "full" and not (variant.isdecimal() and int(variant) > 0):
-            raise ValueError(f"`{variant}` is neither a number of blocks nor full.")
+        parse_variant(variant)
     if not is_dtype(dtype):
         raise ValueError(f"`dtype={dtype!r}` is none of torch's.")
     if device.startswith("cuda") and not torch.cuda.is_available():

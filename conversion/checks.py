@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from ..checkpoint import QUERY_NAMES, Checkpoint
+from ..checkpoint import QUERY_NAMES, ZERO_AT_FIRST, Checkpoint
 from ..configuration_attnres import AttnResConfig, check_base_model_type
 from ..configuration_attnres import _rename_architectures as rename_architectures
 from ..depth_probe import probe_sublayers
@@ -78,16 +78,18 @@ def refuse_other_naming(checkpoint: Checkpoint):
 
 def refuse_trained_queries(checkpoint: Checkpoint, consequence: str):
     """Raise a `ValueError` that says how large the queries are, unless all are zero."""
-    name = checkpoint.prefix + QUERY_NAMES[0]
-    if name not in checkpoint.weight_map:
+    names = [checkpoint.prefix + name for name in ZERO_AT_FIRST]
+    names = [name for name in names if name in checkpoint.weight_map]
+    if not names:
+        name = checkpoint.prefix + QUERY_NAMES[0]
         raise ValueError(f"`{checkpoint.name}` lacks the tensor `{name}`, so it is no whole AttnRes checkpoint.")
-    query = checkpoint.tensors([name])[name].float()
-    norms = query.norm(dim=-1)
-    if norms.count_nonzero():
-        raise ValueError(
-            f"`{checkpoint.name}` has trained queries, {norms.count_nonzero()} of {len(norms)} are not zero, the"
-            f" largest of norm {norms.max():.3g} at site {norms.argmax()}: {consequence}."
-        )
+    for tensor in checkpoint.tensors(names).values():
+        norms = tensor.float().flatten(1).norm(dim=-1)
+        if norms.count_nonzero():
+            raise ValueError(
+                f"`{checkpoint.name}` has trained queries, {norms.count_nonzero()} of {len(norms)} are not zero, the"
+                f" largest of norm {norms.max():.3g} at site {norms.argmax()}: {consequence}."
+            )
 
 
 def refuse_unscaled_eps(checkpoint: Checkpoint, consequence: str):

@@ -2,14 +2,17 @@
 """PreNorm checkpoint -> AttnRes checkpoint -> PreNorm checkpoint, without changing what they compute."""
 
 import copy
+from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
 
-from ..checkpoint import QUERY_NAMES, Checkpoint, open_checkpoint
+from ..checkpoint import PROJECTION_NAMES, QUERY_NAMES, Checkpoint, open_checkpoint
 from ..configuration_attnres import AttnResConfig
-from ..modeling_attnres import REMOTE_CODE_AUTO_MAP
+from ..depth_reads import Read
+from ..modeling_attnres import REMOTE_CODE_AUTO_MAP, AttnResDepthQueries
 from ..multimodal_attnres import AttnResMultimodalConfig
 from ..reports import ConversionReport
 from ..sources import read_config_dict
@@ -26,7 +29,8 @@ from .checks import (
     refuse_trained_queries,
     refuse_unscaled_eps,
 )
-from .files import check_destination
+from .files import check_destination, hidden_folder
+from .gguf import find_gguf
 from .writing import write_checkpoint
 
 
@@ -46,14 +50,20 @@ def convert(
     verify: bool = True,
     verify_text: str | Path | None = None,
     device: str = "auto",
+    gguf_file: str | None = None,
+    num_heads: int | None = None,
+    query: str | None = None,
+    query_rank: int | None = None,
+    weights: str | None = None,
+    open_block: str | None = None,
 ) -> ConversionReport:
     """Write the AttnRes checkpoint that computes what a PreNorm one does: its tensors and queries of zero.
 
-    An AttnRes checkpoint whose queries are zero gets another block size in the same way. Weight files are copied byte
-    for byte, so memory does not grow with the model; to verify, one model at a time is loaded.
+    An AttnRes checkpoint whose queries are zero gets other blocks or another read in the same way. Weight files are
+    copied byte for byte, so memory does not grow with the model; to verify, one model at a time is loaded.
 
     Args:
-        source: folder or Hub id of a checkpoint of a supported family.
+        source: folder or Hub id of a checkpoint of a supported family, or a GGUF file.
         destination: folder to write, which must not exist or be empty. It is there when everything is done, or not at
             all.
         block_size: sublayers per block.
@@ -66,15 +76,44 @@ def convert(
         verify: run both and compare; without, only names, shapes and files are checked.
         verify_text: file with the text to compare on, in place of the built-in one.
         device: where to run them, what `from_pretrained` takes as `device_map`.
+        gguf_file: name of a GGUF file in `source`. Its weights are dequantised to fp32 first, by transformers.
+        num_heads, query, query_rank, weights, open_block: fields of `AttnResConfig` of these names, which begin there
+            with `attn_res_`: the read over depth, the paper's own if none is given, or as the checkpoint has it.
 
     Raises:
         ValueError: for what cannot be converted, and if the result is not equal; nothing is left at `destination`.
         OSError: if files cannot be found, read or written.
     """
     blocks = chosen_blocks(block_size, num_blocks, full)
+    read = {
+        "attn_res_num_heads": num_heads,
+        "attn_res_query": query,
+        "attn_res_query_rank": query_rank,
+        "attn_res_weights": weights,
+        "attn_res_open_block": open_block,
+    }
+    read = {name: value for name, value in read.items() if value is not None}
     path = check_destination(destination, source)
-    check_type(read_config_dict(source, revision))
-    checkpoint = open_checkpoint(source, revision)
+    gguf = find_gguf(source, gguf_file, revision)
+    options = {"link": link, "verify": verify, "verify_text": verify_text, "device": device}
+    if gguf is None:
+        check_type(read_config_dict(source, revision))
+        return _convert(open_checkpoint(source, revision), path, blocks, read, self_contained, [], **options)
+    check_type(gguf.config_dict())
+    with hidden_folder(path, "dequantised", gguf.num_bytes) as folder:
+        return _convert(gguf.dequantize(folder), path, blocks, read, self_contained, gguf.notes(), **options)
+
+
+def _convert(
+    checkpoint: Checkpoint,
+    path: Path,
+    blocks: dict[str, int],
+    read: dict[str, Any],
+    self_contained: bool,
+    notes: list[str],
+    **options: Any,
+) -> ConversionReport:
+    """Convert a checkpoint that is open; `options` are those of `write_checkpoint`."""
     if self_contained:
         refuse_multimodal(checkpoint)
     refuse_other_naming(checkpoint)
@@ -82,24 +121,23 @@ def convert(
     check_tensors(checkpoint)
 
     is_new = not is_attnres(checkpoint)
-    config = (
-        config_with_depth_attention(checkpoint, blocks) if is_new else config_with_other_blocks(checkpoint, blocks)
-    )
+    config = (config_with_depth_attention if is_new else config_with_other_read)(checkpoint, blocks, read)
     check_head(checkpoint, config)
     if self_contained:
         config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
-    notes = ["compared on text; what reads images or sound is the base's, byte for byte"]
+    if checkpoint.is_multimodal:
+        notes = [*notes, "compared on text; what reads images or sound is the base's, byte for byte"]
+    # The queries are zero, but other ones may be of other tensors
+    is_other_query = not is_new and not {"attn_res_query", "attn_res_query_rank"}.isdisjoint(read)
     return write_checkpoint(
-        "Conversion" if is_new else "Change of blocks",
+        "Conversion" if is_new else "Change of the read" if read else "Change of blocks",
         checkpoint,
         path,
         config,
-        add=initial_queries(checkpoint.prefix, depth_config(config)) if is_new else {},
-        link=link,
-        verify=verify,
-        verify_text=verify_text,
-        device=device,
-        notes=notes if checkpoint.is_multimodal else [],
+        add=initial_queries(checkpoint.prefix, depth_config(config)) if is_new or is_other_query else {},
+        rename=without_queries if is_other_query else lambda name: name,
+        notes=notes,
+        **options,
     )
 
 
@@ -114,35 +152,50 @@ def chosen_blocks(block_size: int | None, num_blocks: int | None, full: bool) ->
     if len(given) > 1:
         listed = ", ".join(f"`{name}={value}`" for name, value in given.items())
         raise ValueError(f"{listed} contradict: give one of them.")
-    if full:
-        return {"block_size": 1}
-    return given or {"num_blocks": DEFAULT_NUM_BLOCKS}
+    return {"block_size": 1} if full else given
 
 
-def config_with_depth_attention(checkpoint: Checkpoint, blocks: dict[str, int]) -> PreTrainedConfig:
+def config_with_depth_attention(
+    checkpoint: Checkpoint, blocks: dict[str, int], read: dict[str, Any]
+) -> PreTrainedConfig:
     config_class = AttnResMultimodalConfig if checkpoint.is_multimodal else AttnResConfig
-    return config_class.from_base_config(checkpoint.config, **blocks, attn_res_scale_norm_eps=True)
+    blocks = blocks or {"num_blocks": DEFAULT_NUM_BLOCKS}
+    return config_class.from_base_config(checkpoint.config, **blocks, **read, attn_res_scale_norm_eps=True)
 
 
-def config_with_other_blocks(checkpoint: Checkpoint, blocks: dict[str, int]) -> PreTrainedConfig:
-    """The config of an AttnRes checkpoint with another block size.
+def config_with_other_read(checkpoint: Checkpoint, blocks: dict[str, int], read: dict[str, Any]) -> PreTrainedConfig:
+    """The config of an AttnRes checkpoint with other blocks, or another read.
 
     Raises:
         ValueError: if that would change what the model computes.
     """
-    refuse_trained_queries(checkpoint, "its block size cannot change without changing what it computes")
+    what = "read over depth" if read else "block size"
+    refuse_trained_queries(checkpoint, f"its {what} cannot change without changing what it computes")
     refuse_unscaled_eps(checkpoint, "another block size would change what it computes")
-    partition = AttnResConfig.from_base_config(checkpoint.text_config.to_base_config(), **blocks)
+    old = checkpoint.text_config
+    if not blocks:
+        blocks = {"block_size": old.attn_res_block_size} if read else {"num_blocks": DEFAULT_NUM_BLOCKS}
+    if read.get("attn_res_query") == "learned":
+        read = {"attn_res_query_rank": None, **read}
+    names = [f"attn_res_{of_read.name}" for of_read in fields(Read)]
+    read = {name: getattr(old, name) for name in names} | read
+    new = AttnResConfig.from_base_config(old.to_base_config(), **blocks, **read)
     config = copy.deepcopy(checkpoint.config)
-    depth_config(config).attn_res_block_size = partition.attn_res_block_size
+    for name in ("attn_res_block_size", *names):
+        setattr(depth_config(config), name, getattr(new, name))
     return config
 
 
 def initial_queries(prefix: str, config: AttnResConfig) -> dict[str, torch.Tensor]:
-    """Queries of zero and key norms of one, `[sites, hidden]` each, by the names of their tensors."""
-    shape = config.num_sites, config.hidden_size
-    query, key_norm = (prefix + name for name in QUERY_NAMES)
-    return {query: torch.zeros(shape), key_norm: torch.ones(shape)}
+    """Queries of zero and key norms of one by the names of their tensors; random ones are those of one seed."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        queries = AttnResDepthQueries(config)
+    return {f"{prefix}depth_queries.{name}": tensor for name, tensor in queries.state_dict().items()}
+
+
+def without_queries(name: str) -> str | None:
+    return None if name.endswith((*QUERY_NAMES, *PROJECTION_NAMES)) else name
 
 
 def revert(
@@ -178,7 +231,7 @@ def revert(
         checkpoint,
         path,
         checkpoint.config.to_base_config(),
-        rename=lambda name: None if name.endswith(QUERY_NAMES) else name,
+        rename=without_queries,
         link=link,
         verify=verify,
         verify_text=verify_text,

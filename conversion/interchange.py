@@ -24,6 +24,7 @@ from transformers import PreTrainedConfig
 
 from ..checkpoint import QUERY_NAMES, Checkpoint, config_errors_explained, open_checkpoint
 from ..configuration_attnres import AttnResConfig, base_config_class
+from ..depth_reads import Read
 from ..reports import ConversionReport
 from ..sources import read_config_dict
 from .files import check_destination
@@ -156,6 +157,12 @@ def export_checkpoint(
     if not checkpoint.has_lm_head:
         raise ValueError(f"`{source}` is not a causal LM, the kind that is exchanged.")
     config = checkpoint.config
+    other_read = Read.of(config).in_words()
+    if other_read:
+        raise ValueError(
+            f"`{source}` has reads over depth that {naming} does not know ({other_read}): there they have one head,"
+            " learned queries, a softmax, and the sum of the open block."
+        )
     notes = []
     if config.attn_res_scale_norm_eps:
         notes.append("its reads are multiplied by their number of sources")

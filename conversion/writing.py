@@ -15,6 +15,7 @@ from transformers import AutoProcessor, AutoTokenizer, PreTrainedConfig
 from .. import __version__
 from ..checkpoint import REPORT_NAMES, Checkpoint, open_checkpoint, refuse_links_out
 from ..configuration_attnres import AttnResConfig
+from ..depth_reads import Read
 from ..model_cards import CODE_FILES, code_files, inherited_metadata, write_model_card
 from ..reports import ConversionReport
 from .checks import check_tensors, depth_config, is_attnres
@@ -135,6 +136,7 @@ def facts_of_config(source: Checkpoint, config: PreTrainedConfig | dict) -> dict
         "base_model_type": config_dict.get("base_model_type"),
         "num_sublayers": (of_depth or depth_config(source.config)).num_sites - 1,
         "block_size": None if of_depth is None else of_depth.attn_res_block_size,
+        "read": "" if of_depth is None else Read.of(of_depth).in_words(),
     }
 
 

@@ -61,7 +61,7 @@ def evaluate(
     Args:
         models: folders or Hub ids.
         output: folder for samples, `results.json`, `table.md` and the plots.
-        suite: `paper`, `core`, `chat`, `quick` or a YAML file with rows like theirs.
+        suite: `paper`, `core`, `chat`, `quick`, `offline` or a YAML file with rows like theirs.
         tasks: names of tasks of lm-eval, in place of a suite or beside it.
         device: by default a GPU if there is one.
         data_root: a folder with data sets in folders named like the Hub's; relative to it they are looked up first.

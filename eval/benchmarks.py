@@ -2,6 +2,7 @@
 """Suites of benchmarks, and the tasks of lm-eval behind each: found, loaded with their data, and set up for a run."""
 
 import functools
+import logging
 from dataclasses import dataclass, replace
 from importlib import resources
 from pathlib import Path
@@ -15,7 +16,9 @@ from . import cruxeval
 from .models import EvalOptions
 
 
-SUITES = ("paper", "core", "chat", "quick")
+# It says of tasks that read their data with a function how that could be given arguments
+logging.getLogger("lm_eval.api.task").addFilter(lambda record: "Custom kwargs can be passed" not in record.msg)
+SUITES = ("paper", "core", "chat", "quick", "offline")
 
 
 @dataclass(frozen=True)
@@ -24,7 +27,8 @@ class Benchmark:
 
     `paper` holds the figures of the paper's PreNorm and AttnRes models, in percent; `filter` is lm-eval's name for a
     way to read an answer out of a response. `max_gen_toks` limits the length of an answer in tokens, in place of the
-    task's own limit. `apply_chat_template` makes a conversation of the prompt, with each example a turn.
+    task's own limit. `apply_chat_template` makes a conversation of the prompt, with each example a turn. `license` is
+    that of the data.
     """
 
     name: str
@@ -36,6 +40,7 @@ class Benchmark:
     apply_chat_template: bool = False
     runs_code: bool = False
     paper: tuple[float, float] | None = None
+    license: str | None = None
 
 
 def load_suite(name: str | Path) -> list[Benchmark]:

@@ -115,11 +115,12 @@ def _is_cut_off(instance: Instance, lm: CachedLM) -> bool | None:
 
 
 def _sample(task: str, sample: dict[str, Any], metric: str, cut_off: bool | None) -> dict[str, Any]:
-    score = sample[metric]
+    score, units = sample[metric], None
     if isinstance(score, (tuple, list)):
         # A perplexity: log-likelihood of the document, and its words or bytes. Its inverse is a score like the others
-        log_likelihood, count = score
-        score = math.exp(log_likelihood / count)
+        log_likelihood, units = score
+        score = math.exp(log_likelihood / units)
+    written = [answer for answers in sample["resps"] for answer in answers if isinstance(answer, str)]
     return {
         "task": task,
         "doc_id": sample["doc_id"],
@@ -130,7 +131,9 @@ def _sample(task: str, sample: dict[str, Any], metric: str, cut_off: bool | None
         "resps": sample["resps"],
         "filtered_resps": sample["filtered_resps"],
         "cut_off": cut_off,
+        "empty": None if not written else not any(answer.strip() for answer in written),
         "score": float(score),
+        "units": units,
     }
 
 

@@ -6,9 +6,10 @@
 - `models`: name and identity of every model (fingerprint of the folder or commit on the Hub, options, versions); the
   first one is the baseline;
 - `rows`: per benchmark its definition, its tasks' versions, numbers of examples and settings of generation, the number
-  of documents, `scores` ([score, standard error] per model), `cut_off` (how many answers reached the limit of length,
-  per model), `runs` (per model by which commands, on what device, in which dtype) and `comparisons` of every other
-  model with the baseline, with `p_holm` corrected over all rows;
+  of documents; per model `scores` ([score, standard error]), `cut_off` (how many answers reached the limit of length),
+  `empty` (how many have nothing in them), `bits_per_byte` (null of other metrics) and `runs` (by which commands, on
+  what device, in which dtype); `comparisons` of every other model with the baseline, with `p_holm` corrected over all
+  rows;
 - `skipped`: benchmarks that were not run, with the reason.
 """
 
@@ -68,6 +69,8 @@ def summarize(
                 "num_documents": len(results[0].samples),
                 "scores": [list(score(by_task)) for by_task in scores],
                 "cut_off": [result.num_cut_off for result in results],
+                "empty": [result.num_empty for result in results],
+                "bits_per_byte": [result.bits_per_byte for result in results],
                 "runs": [result.runs for result in results],
                 "comparisons": comparisons,
             }
@@ -114,24 +117,48 @@ def table(results: dict[str, Any]) -> str:
         cells += [f"{figure:.1f}" for figure in row["benchmark"]["paper"] or ()] or ["", ""]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", LEGEND]
-    lines += [f"- {warning}" for warning in cut_off_warnings(results)]
+    lines += [f"- {sentence}" for sentence in bits_per_byte(results)]
+    lines += [f"- {warning}" for warning in answer_warnings(results)]
+    licenses = {row["benchmark"]["name"]: row["benchmark"].get("license") for row in results["rows"]}
+    lines += [f"- Licence of {name}: {license}" for name, license in licenses.items() if license is not None]
     lines += [f"- {name} was skipped: {reason}" for name, reason in results["skipped"].items()]
     return "\n".join(lines) + "\n"
 
 
-def cut_off_warnings(results: dict[str, Any]) -> list[str]:
-    """Sentences about rows in which answers have reached the limit of their length."""
+def answer_warnings(results: dict[str, Any]) -> list[str]:
+    """Sentences about rows in which answers have reached the limit of their length, or are empty."""
     names = [model["name"] for model in results["models"]]
     warnings = []
     for row in results["rows"]:
-        counts = [f"{count} of {name}" for count, name in zip(row["cut_off"], names) if count]
-        if counts:
+        of_each = f"(of {row['num_documents']} each)"
+        counts = {
+            kind: " and ".join(f"{count} of {name}" for count, name in zip(row.get(kind, []), names) if count)
+            for kind in ("cut_off", "empty")
+        }
+        if counts["cut_off"]:
             limits = sorted({settings["max_gen_toks"] for settings in row["generation"].values()})
             warnings.append(
                 f"{row['benchmark']['name']}: answers were cut off at {'/'.join(map(str, limits))} tokens,"
-                f" {' and '.join(counts)} (of {row['num_documents']} each); `--max-gen-toks` allows longer ones"
+                f" {counts['cut_off']} {of_each}; `--max-gen-toks` allows longer ones"
+            )
+        if counts["empty"]:
+            warnings.append(
+                f"{row['benchmark']['name']}: answers are empty, {counts['empty']} {of_each}; a chat model may need"
+                " `--apply-chat-template`"
             )
     return warnings
+
+
+def bits_per_byte(results: dict[str, Any]) -> list[str]:
+    """Sentences about rows of texts, whose score is how likely a byte is: in bits, of all documents together."""
+    names = [model["name"] for model in results["models"]]
+    sentences = []
+    for row in results["rows"]:
+        figures = row.get("bits_per_byte") or [None]
+        if None not in figures:
+            listed = ", ".join(f"{figure:.4f} of {name}" for figure, name in zip(figures, names))
+            sentences.append(f"{row['benchmark']['name']}, in bits per byte: {listed}")
+    return sentences
 
 
 def scores(results: dict[str, Any]) -> Table:

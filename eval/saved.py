@@ -11,6 +11,7 @@ import contextlib
 import hashlib
 import json
 import logging
+import math
 import re
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
@@ -96,9 +97,25 @@ class Finished:
         return {task: np.array(values) for task, values in by_task.items()}
 
     @property
+    def bits_per_byte(self) -> float | None:
+        """Of all documents together; `None` of other metrics."""
+        if self.metric != "bits_per_byte":
+            return None
+        bits = -sum(sample["units"] * math.log2(sample["score"]) for sample in self.samples)
+        return bits / sum(sample["units"] for sample in self.samples)
+
+    @property
     def num_cut_off(self) -> int | None:
         """How many answers ended only because of the limit of their length; `None` if that is not known."""
-        known = [sample["cut_off"] for sample in self.samples if sample["cut_off"] is not None]
+        return self._count("cut_off")
+
+    @property
+    def num_empty(self) -> int | None:
+        """How many written answers have nothing in them; `None` if answers are not written."""
+        return self._count("empty")
+
+    def _count(self, name: str) -> int | None:
+        known = [sample[name] for sample in self.samples if sample[name] is not None]
         return sum(known) if known else None
 
 

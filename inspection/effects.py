@@ -5,10 +5,9 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from ..depth_attention import num_sources
 from ..depth_probe import probe_sublayers
 from ..depth_stream import DepthRecorder
-from .measure import evaluation_mode, run_recorded
+from .measure import evaluation_mode, run_recorded, source_names
 
 
 def summed_loss(model: nn.Module, ids: torch.Tensor, recorder: DepthRecorder, num_sites: int) -> torch.Tensor:
@@ -75,7 +74,7 @@ def ablate(
 
     unmasked = DepthRecorder()
     unchanged = mean_loss(unmasked)
-    counts = [num_sources(site, config.attn_res_block_size) for site in range(config.num_sites)]
+    counts = [len(source_names(site, config)) for site in range(config.num_sites)]
     pairs = [(site, source) for site in unmasked.weights if counts[site] > 1 for source in range(counts[site])]
     rises: list[list[float | None]] = [[None] * count for count in counts]
     for site, source in track(pairs, description=f"Masking sources of {name}"):

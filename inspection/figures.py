@@ -36,7 +36,8 @@ def ablation_matrix(statistics: DepthStatistics) -> np.ndarray:
 
 
 def _matrix(statistics: DepthStatistics, rows: list[list[float | None]]) -> np.ndarray:
-    matrix = np.full((statistics.sites[-1].site + 1, 1 + statistics.num_blocks), np.nan)
+    num_sources = max(len(site.weights) for site in statistics.sites)
+    matrix = np.full((statistics.sites[-1].site + 1, num_sources), np.nan)
     for site, row in zip(statistics.sites, rows):
         matrix[site.site, : len(row)] = row  # None becomes NaN
     return matrix
@@ -52,6 +53,18 @@ def heat_map(statistics: list[DepthStatistics]) -> Figure:
         largest = max(np.nanmax(np.abs(difference)), 1e-3)
         title = f"{statistics[1].model}\nless {statistics[0].model}"
         panels.append((title, statistics[1], difference, "PuOr", Normalize(-largest, largest)))
+    return _heat_maps(panels, "mean weight")
+
+
+def heads_map(statistics: list[DepthStatistics]) -> Figure:
+    """Mean weights of every head side by side, for a model with several."""
+    (of_model,) = [of_model for of_model in statistics if of_model.sites[0].heads is not None][-1:]
+    norm = PowerNorm(0.5, vmin=0, vmax=1)
+    num_heads = len(of_model.sites[0].heads or [])
+    matrices = [_matrix(of_model, [(site.heads or [])[head] for site in of_model.sites]) for head in range(num_heads)]
+    agreement = np.mean([site.head_agreement for site in of_model.sites if len(site.weights) > 1])
+    titles = [f"{of_model.model}\nhead {head + 1} (heads have {agreement:.2f} in common)" for head in range(num_heads)]
+    panels = [(title, of_model, matrix, "viridis", norm) for title, matrix in zip(titles, matrices)]
     return _heat_maps(panels, "mean weight")
 
 
@@ -166,6 +179,8 @@ def _finish(axis: Axes, statistics: DepthStatistics):
 def draw(statistics: list[DepthStatistics], output: Path) -> list[Path]:
     """Write all pictures as PNG and SVG; their paths."""
     figures = {"weights": heat_map(statistics), "profiles": profiles(statistics)}
+    if any(of_model.sites[0].heads is not None for of_model in statistics):
+        figures["heads"] = heads_map(statistics)
     if statistics[0].sites[0].ablation is not None:
         figures["ablation"] = ablation_map(statistics)
     paths = []

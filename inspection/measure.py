@@ -28,9 +28,9 @@ class SiteStatistics:
         kind: `attention`, `mlp` or `final`; `sublayer` where a layer has not just two of them.
         layer: number of the layer; that of the last one for the final read.
         sources: what is read: `embedding`, `block 1` ... and `partial`, the open block.
-        weights: mean weight of each source; they sum to 1.
-        entropy, relative_entropy: mean entropy of the weights in nats, and as a part of its largest value (1 with a
-            single source).
+        weights: mean weight of each source, also over heads; they sum to 1 if they are those of a softmax.
+        entropy, relative_entropy: mean entropy of the weights, as parts of their sum, in nats, and as a part of its
+            largest value (1 with a single source).
         effective_sources: mean of exp(entropy): over so many sources the weights are spread.
         small_weights: part of the weights below 0.01.
         embedding_weight, predecessor_weight: mean weight of the first and of the newest source.
@@ -42,6 +42,9 @@ class SiteStatistics:
         base_gradient_rms: the same in the PreNorm model.
         ablation: by how much the loss rises if a source is masked out here, see `ablate`; none where it is the only
             source, or if it was not asked for.
+        heads: by head, the mean weight of each source; none of a single head.
+        head_agreement: how much two heads have in common, the sum over sources of the smaller of their weights, as
+            parts of their sums: mean over tokens and pairs of heads. 1 if all read alike; none of a single head.
     """
 
     site: int
@@ -61,6 +64,8 @@ class SiteStatistics:
     gradient_rms: float | None = None
     base_gradient_rms: float | None = None
     ablation: list[float | None] | None = None
+    heads: list[list[float]] | None = None
+    head_agreement: float | None = None
 
 
 @dataclass
@@ -107,19 +112,24 @@ class DepthStatistics:
 class _RunningSums:
     """Running sums of one site, in fp64."""
 
-    def __init__(self, num_sources: int):
-        self.weights = torch.zeros(num_sources, dtype=torch.float64)
-        self.entropy = self.effective = self.small = self.square = self.stream_square = 0.0
+    def __init__(self, num_heads: int, num_sources: int):
+        self.heads = torch.zeros(num_heads, num_sources, dtype=torch.float64)
+        self.agreement = self.entropy = self.effective = self.small = self.square = self.stream_square = 0.0
         self.tokens = self.elements = 0
 
     def add(self, weights: torch.Tensor, square: float, elements: int, stream_square: float | None):
-        """Weights of the tokens, `[tokens, sources]`; sums of squares of what was read, over so many elements."""
+        """Weights of the tokens, `[tokens, heads, sources]`; sums of squares of what is read, of so many elements."""
         weights = weights.double().cpu()
-        entropy = torch.special.entr(weights).sum(-1)
-        self.weights += weights.sum(0)
-        self.entropy += entropy.sum().item()
-        self.effective += entropy.exp().sum().item()
-        self.small += (weights < SMALL).double().mean(-1).sum().item()
+        parts = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(weights.dtype).tiny)
+        entropy = torch.special.entr(parts).sum(-1)
+        self.heads += weights.sum(0)
+        self.entropy += entropy.mean(-1).sum().item()
+        self.effective += entropy.exp().mean(-1).sum().item()
+        self.small += (weights < SMALL).double().mean((-1, -2)).sum().item()
+        pairs = torch.combinations(torch.arange(len(self.heads)))
+        if len(pairs):
+            common = torch.minimum(parts[:, pairs[:, 0]], parts[:, pairs[:, 1]]).sum(-1)
+            self.agreement += common.mean(-1).sum().item()
         self.tokens += len(weights)
         self.square += square
         self.elements += elements
@@ -215,7 +225,7 @@ def measure(
     config = model.config
     check_is_attnres(config, name)
     trunk, device = model.base_model, model.device
-    zero_queries = not trunk.depth_queries.query.any()
+    zero_queries = trunk.depth_queries.are_zero()
     sums: dict[int, _RunningSums] = {}
     for ids in track(windows.split(batch_size), description=f"Reading {name}", disable=not progress):
         of_model, of_base = _run_and_square(trunk, ids.to(device), config.num_sites), None
@@ -225,12 +235,13 @@ def measure(
             of_base = of_model
         for site, (weights, square) in of_model.items():
             stream_square = None
-            if of_base is not None:  # a mean of sources, and the stream is their sum
+            if of_base is not None:  # queries are zero: all weights are equal, and the stream is the sum of sources
                 weights_of_base, square_of_base = of_base[site]
-                stream_square = square_of_base * weights_of_base.shape[-1] ** 2
+                stream_square = square_of_base / weights_of_base.flatten()[0].double().item() ** 2
             elements = ids.numel() * config.hidden_size
-            of_site = sums.setdefault(site, _RunningSums(weights.shape[-1]))
-            of_site.add(weights.flatten(0, -2), square, elements, stream_square)
+            weights = weights.flatten(0, 1) if weights.ndim == 4 else weights.flatten(0, 1).unsqueeze(1)
+            of_site = sums.setdefault(site, _RunningSums(*weights.shape[1:]))
+            of_site.add(weights, square, elements, stream_square)
     has_stream = base is not None or zero_queries
     return DepthStatistics(
         model=name,
@@ -244,7 +255,7 @@ def measure(
 
 
 def _run_and_square(trunk: nn.Module, ids: torch.Tensor, num_sites: int) -> dict[int, tuple[torch.Tensor, float]]:
-    """By site, the weights, `[batch, seq, sources]`, and the sum of squares of what is read."""
+    """By site, the weights, `[batch, seq, (heads,) sources]`, and the sum of squares of what is read."""
     recorder = DepthRecorder()
     with evaluation_mode(trunk), _squares_of_reads(trunk, recorder) as squares:
         run_recorded(trunk, ids, recorder, num_sites)
@@ -267,16 +278,24 @@ def read_excerpt(model: nn.Module, ids: torch.Tensor, tokenizer: PreTrainedToken
     outputs = model.base_model(ids[None].to(model.device), output_depth_attentions=True, use_cache=False)
     return Excerpt(
         tokens=[tokenizer.decode([i]) for i in ids.tolist()],
-        weights=[(weights[0].float() * 1000).round().int().tolist() for weights in outputs.depth_attentions],
+        weights=[
+            (_mean_of_heads(weights[0]).float() * 1000).round().int().tolist() for weights in outputs.depth_attentions
+        ],
     )
 
 
-def source_names(site: int, block_size: int) -> list[str]:
+def _mean_of_heads(weights: torch.Tensor) -> torch.Tensor:
+    """`[tokens, sources]` of weights of all tokens, `[tokens, (heads,) sources]`."""
+    return weights.mean(1) if weights.ndim == 3 else weights
+
+
+def source_names(site: int, config: AttnResConfig) -> list[str]:
     """What a site can read, in the order of depth."""
-    names = ["embedding", *(f"block {i}" for i in range(1, num_sources(site, block_size)))]
-    if site % block_size != 0:
-        names[-1] = "partial"
-    return names
+    num_closed, num_open = divmod(site, config.attn_res_block_size)
+    names = ["embedding", *(f"block {i + 1}" for i in range(num_closed))]
+    if config.attn_res_open_block == "each":
+        return [*names, *(f"output {i + 1}" for i in range(num_open))]
+    return [*names, "partial"] if num_open else names
 
 
 def _kinds_and_layers(config: AttnResConfig) -> list[tuple[str, int]]:
@@ -289,7 +308,8 @@ def _kinds_and_layers(config: AttnResConfig) -> list[tuple[str, int]]:
 
 
 def _site_statistics(site: int, sums: _RunningSums, config: AttnResConfig, has_stream: bool) -> SiteStatistics:
-    weights = (sums.weights / sums.tokens).tolist()
+    by_head = sums.heads / sums.tokens
+    weights = by_head.mean(0).tolist()
     entropy = sums.entropy / sums.tokens
     largest = torch.tensor(float(len(weights))).log().item()
     kind, layer = _kinds_and_layers(config)[site]
@@ -297,7 +317,7 @@ def _site_statistics(site: int, sums: _RunningSums, config: AttnResConfig, has_s
         site=site,
         kind=kind,
         layer=layer,
-        sources=source_names(site, config.attn_res_block_size),
+        sources=source_names(site, config),
         weights=weights,
         entropy=entropy,
         relative_entropy=entropy / largest if len(weights) > 1 else 1.0,
@@ -305,7 +325,9 @@ def _site_statistics(site: int, sums: _RunningSums, config: AttnResConfig, has_s
         small_weights=sums.small / sums.tokens,
         embedding_weight=weights[0],
         predecessor_weight=weights[-1],
-        distance=sum(weight * back for back, weight in enumerate(reversed(weights))),
+        distance=sum(weight * back for back, weight in enumerate(reversed(weights))) / sum(weights),
         rms=(sums.square / sums.elements) ** 0.5,
         stream_rms=(sums.stream_square / sums.elements) ** 0.5 if has_stream else None,
+        heads=by_head.tolist() if len(by_head) > 1 else None,
+        head_agreement=sums.agreement / sums.tokens if len(by_head) > 1 else None,
     )

@@ -15,13 +15,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from .. import __version__
 from ..configuration_attnres import AttnResConfig
 from ..conversion.parity import read_sample
-from ..depth_attention import num_sources
 from ..fingerprint import checkpoint_fingerprint
 from ..outputs import write_file
 from ..runtime import default_device, is_dtype, reason_against_device
 from ..sources import hub_commit, read_config_dict
 from .effects import ablate, gradient_rms
-from .measure import DepthStatistics, check_is_attnres, measure, read_excerpt
+from .measure import DepthStatistics, check_is_attnres, measure, read_excerpt, source_names
 from .text import pieces, read_windows, tokens_of_dataset, tokens_of_text
 
 
@@ -266,7 +265,7 @@ def check_base(base: str, inspected: list[InspectedModel]):
 
 
 def _weights_per_token(config: AttnResConfig) -> int:
-    return sum(num_sources(site, config.attn_res_block_size) for site in range(config.num_sites))
+    return sum(len(source_names(site, config)) for site in range(config.num_sites))
 
 
 def _load(path: str, dtype: str, device: str, commit: str | None = None) -> nn.Module:

@@ -18,8 +18,9 @@ from huggingface_hub.repocard_data import eval_results_to_model_index
 from yaml import YAMLError
 
 from .. import __version__
-from ..checkpoint import open_checkpoint
+from ..checkpoint import ZERO_AT_FIRST, open_checkpoint
 from ..configuration_attnres import AttnResConfig
+from ..depth_reads import Read
 from ..fingerprint import checkpoint_fingerprint
 from ..outputs import write_file
 from ..reports import VerificationReport
@@ -42,7 +43,7 @@ INHERITED = ("license", "license_name", "license_link", "language")
 # What a checkpoint that carries its code consists of, see `modeling_attnres.REMOTE_CODE_AUTO_MAP`
 CODE_FILES = (
     *("configuration_attnres.py", "depth_attention.py", "depth_backends.py", "depth_probe.py"),
-    *("depth_stream.py", "generation_attnres.py", "modeling_attnres.py"),
+    *("depth_reads.py", "depth_stream.py", "generation_attnres.py", "modeling_attnres.py"),
 )
 
 
@@ -78,7 +79,7 @@ def render_model_card(
 
     Args:
         config: of the model, or of the language model in a multimodal one.
-        query: the queries, `[sites, hidden]`.
+        query: the queries, or all that is zero at first in what makes them, `[sites, n]`.
         repo_id: what to load the model by in the examples.
         metadata: entries of the card's metadata, such as `base_model` and `license`.
         report, parity: what `conversion_report.json` holds, and its verification as Markdown.
@@ -109,6 +110,7 @@ def render_model_card(
         repo_id=repo_id,
         config=config,
         base_model=base_model[0] if isinstance(base_model, list) else base_model,
+        read=Read.of(config).in_words(),
         query_norm=norms.max().item(),
         num_trained=norms.count_nonzero().item(),
         blocks=[" " * start + kinds[start : start + size] for start in range(0, num_sublayers, size)],
@@ -199,7 +201,9 @@ def model_card(
     checkpoint = open_checkpoint(folder)
     if not isinstance(checkpoint.text_config, AttnResConfig):
         raise ValueError(f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one.")
-    folder, name = checkpoint.folder, checkpoint.prefix + "depth_queries.query"
+    folder = checkpoint.folder
+    names = [checkpoint.prefix + name for name in ZERO_AT_FIRST]
+    names = [name for name in names if name in checkpoint.weight_map]
     card_path, report_path, table = (
         folder / "README.md",
         folder / "conversion_report.json",
@@ -214,7 +218,7 @@ def model_card(
     title = (repo_id or folder.absolute().name).split("/")[-1]
     return render_model_card(
         checkpoint.text_config,
-        checkpoint.tensors([name])[name],
+        torch.cat([tensor.flatten(1) for tensor in checkpoint.tensors(names).values()], dim=1),
         title=title,
         repo_id=repo_id or title,
         metadata=metadata,
@@ -287,7 +291,7 @@ def push_card_if_missing(
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if not api.file_exists(repo_id, "README.md"):
-        query = model.trunk.depth_queries.query
+        query = torch.cat([tensor.flatten(1) for tensor in model.trunk.depth_queries.zeros_at_first()], dim=1)
         card = render_model_card(model.config, query.detach().cpu(), title=repo_id.split("/")[-1], repo_id=repo_id)
         api.upload_file(
             path_or_fileobj=str(card).encode(),

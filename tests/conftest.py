@@ -39,6 +39,18 @@ def pytest_unconfigure():
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
+@pytest.hookimpl(tryfirst=True)  # before those that are deselected are looked for
+def pytest_collection_modifyitems(items):
+    """`one_in(n)`: the first case of a test and every n-th with every change, the others in `make test-all`."""
+    cases = {}
+    for item in items:
+        if (marker := item.get_closest_marker("one_in")) is not None and item.get_closest_marker("slow") is None:
+            number = cases.setdefault(item.function, 0)
+            cases[item.function] += 1
+            if number % marker.args[0]:
+                item.add_marker("slow")
+
+
 @pytest.fixture(autouse=True)
 def seeds():
     """Every test draws the same numbers, whatever ran before it."""

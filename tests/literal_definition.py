@@ -19,15 +19,27 @@ aten = torch.ops.aten
 VIEWS = (aten.view.default, aten._unsafe_view.default, aten.reshape.default, aten.alias.default)
 
 
-def mix_by_definition(query, key_norm, sources, eps: float):
-    """Equations 2 to 4: the mix of the sources at one site, and its weights, `[batch, seq, sources]`."""
-    scores = []
-    for source in sources:
-        key = key_norm * source / torch.sqrt((source * source).mean(-1, keepdim=True) + eps)
-        scores.append((query * key).sum(-1))
-    exponentials = [torch.exp(score - torch.stack(scores).max(0).values) for score in scores]
-    weights = [exponential / sum(exponentials) for exponential in exponentials]
-    return sum(weight.unsqueeze(-1) * source for weight, source in zip(weights, sources)), torch.stack(weights, -1)
+def mix_by_definition(query, key_norm, sources, eps: float, num_heads: int = 1, kind: str = "softmax"):
+    """Equations 2 to 4: the mix of the sources at one site, and its weights, `[batch, seq, sources]`.
+
+    The query is that of the site, `[hidden]`, or of every token. Several heads have a slice each of query, keys and
+    values, and weights `[batch, seq, heads, sources]`.
+    """
+    keys = [key_norm * source / torch.sqrt((source * source).mean(-1, keepdim=True) + eps) for source in sources]
+    width, mixes, all_weights = sources[0].shape[-1] // num_heads, [], []
+    for head in range(num_heads):
+        part = slice(head * width, (head + 1) * width)
+        scores = [(query[..., part] * key[..., part]).sum(-1) for key in keys]
+        if kind == "sigmoid":
+            weights = [1 / (1 + torch.exp(-score)) for score in scores]
+        else:
+            largest = torch.stack([*scores, torch.zeros_like(scores[0])]).max(0).values
+            exponentials = [torch.exp(score - largest) for score in scores]
+            nothing = torch.exp(-largest) if kind == "softmax1" else 0
+            weights = [exponential / (sum(exponentials) + nothing) for exponential in exponentials]
+        mixes.append(sum(weight.unsqueeze(-1) * source[..., part] for weight, source in zip(weights, sources)))
+        all_weights.append(torch.stack(weights, -1))
+    return torch.cat(mixes, -1), all_weights[0] if num_heads == 1 else torch.stack(all_weights, -2)
 
 
 class LiteralDefinition(TorchDispatchMode):
@@ -35,16 +47,18 @@ class LiteralDefinition(TorchDispatchMode):
 
     Args:
         first_layer: of the native model.
-        query, key_norm: `[sites, hidden]`.
+        tensors: those of the depth queries by name, `[sites, ...]`.
         block_size: outputs per block.
         eps: of the norm on the keys.
-        sums: whether a mix is multiplied by its number of sources.
+        sums: whether a mix is multiplied by what makes it the residual stream at queries of zero.
+        num_heads, kind, each: heads and weights of a read, and whether each output of the open block is a source.
     """
 
-    def __init__(self, first_layer, query, key_norm, block_size: int, eps: float, sums: bool):
+    def __init__(self, first_layer, tensors, block_size, eps, sums, num_heads=1, kind="softmax", each=False):
         super().__init__()
-        self.first_layer = first_layer
-        self.query, self.key_norm, self.block_size, self.eps, self.sums = query, key_norm, block_size, eps, sums
+        self.first_layer, self.tensors = first_layer, tensors
+        self.block_size, self.eps, self.sums = block_size, eps, sums
+        self.num_heads, self.kind, self.each = num_heads, kind, each
 
     def __enter__(self):
         # By the id of a stream's tensor: that tensor (so that nobody else gets the id), and what has been added to it
@@ -77,9 +91,26 @@ class LiteralDefinition(TorchDispatchMode):
         if outputs is None:
             return value
         site, added = len(outputs) - 1, outputs[1:]
-        sources = [outputs[0], *(sum(added[i : i + self.block_size]) for i in range(0, site, self.block_size))]
-        mix, self.weights[site] = mix_by_definition(self.query[site], self.key_norm[site], sources, self.eps)
-        return (mix * (len(sources) if self.sums else 1)).to(value.dtype).view(value.shape)
+        blocks = [added[i : i + self.block_size] for i in range(0, site, self.block_size)]
+        sources = [outputs[0]]
+        for block in blocks:
+            is_open = len(block) < self.block_size
+            sources += block if self.each and is_open else [sum(block)]
+        query, key_norm = self.query_of(site, sources[-1]), self.tensors["key_norm"][site]
+        mix, self.weights[site] = mix_by_definition(query, key_norm, sources, self.eps, self.num_heads, self.kind)
+        factor = {"softmax": len(sources), "softmax1": len(sources) + 1, "sigmoid": 2}[self.kind]
+        return (mix * (factor if self.sums else 1)).to(value.dtype).view(value.shape)
+
+    def query_of(self, site, newest):
+        """`w`, `W x`, or their sum, with the newest source x."""
+        found = {name: tensor[site] for name, tensor in self.tensors.items()}
+        query = found.get("query", 0)
+        if "projection" in found:
+            query = query + torch.einsum("ij,...j->...i", found["projection"], newest)
+        if "projection_down" in found:
+            matrix = found["projection_up"] @ found["projection_down"]
+            query = query + torch.einsum("ij,...j->...i", matrix, newest)
+        return query
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -119,11 +150,13 @@ def literal_logits(native, model, input_ids, **kwargs):
     )
     definition = LiteralDefinition(
         layers[0],
-        queries.query.detach(),
-        queries.key_norm.detach(),
+        {name: tensor.detach() for name, tensor in queries.named_parameters()},
         config.attn_res_block_size,
         config.attn_res_norm_eps,
         config.attn_res_scale_norm_eps,
+        config.attn_res_num_heads,
+        config.attn_res_weights,
+        config.attn_res_open_block == "each",
     )
     with torch.no_grad(), definition:
         logits = native(input_ids, use_cache=False, **kwargs).logits

@@ -58,6 +58,7 @@ def run(model, input_ids):
     return logits.detach(), grads, two_phases, tokens
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("backend", OTHERS, indirect=True)
 @pytest.mark.parametrize("block_size", [1, 3])
 def test_same_model(backend, block_size, few_ids):
@@ -140,6 +141,7 @@ def test_auto_takes_the_kernels_on_gpus(as_on_a_gpu, counted, few_ids, caplog):
     assert not counted
 
 
+@pytest.mark.one_in(3)
 @needs_triton
 @pytest.mark.parametrize("broken", sorted(KERNELS))
 @pytest.mark.parametrize("how", mostly_slow(["wrong", "raises"], every=2))
@@ -187,6 +189,7 @@ def test_trial(dtype, mode):
 
 
 @needs_triton
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_closed, hidden_size, tokens", [(1, 7, 5), (3, 40, 6), (8, 64, 1), (2, 16, 0)])
@@ -222,6 +225,7 @@ def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, toke
 
 
 @needs_triton
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("num_closed, hidden_size, tokens", [(1, 7, 5), (3, 40, 6), (8, 64, 1), (2, 16, 0)])
@@ -346,6 +350,7 @@ def test_sources_at_odd_addresses_and_of_two_dtypes(backend):
 
 
 @needs_triton
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
 @pytest.mark.parametrize("hidden_size", [7, 64])
@@ -487,6 +492,7 @@ def norm_classes():
                 yield f"transformers.models.{path.parent.name}.{path.stem}", name, body
 
 
+@pytest.mark.slow
 def test_norms_that_kernels_take_for_llamas():
     """Of all models, and of each text of a class once: what is computed with the read is what the module computes."""
     taken = {}
@@ -567,6 +573,7 @@ def fla_by_definition(wrong: float = 0.0):
     return types.SimpleNamespace(fused_attnres=fused_attnres)
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("block_size", [1, 3])
 def test_fla(as_on_a_gpu, block_size, few_ids, monkeypatch):

@@ -8,15 +8,16 @@ import sys
 
 import pytest
 import torch
+from decoder_configs import decoder_config
 from rounding import UpToRounding
-from tiny_models import convert, tiny_base_model
-from transformers import DynamicCache
+from tiny_models import convert, randomize_queries, tiny_base_model
+from transformers import AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
 from attnres import BlockCache
 from attnres.benchmarks import peers, twin
 from attnres.benchmarks.long_context import block_cache_bytes
-from attnres.benchmarks.twin import SHAPES, TWIN, make_models, report
+from attnres.benchmarks.twin import SHAPES, TWIN, Case, load_twin, make_models, make_twin, report
 from attnres.cli import app
 
 
@@ -48,6 +49,40 @@ def test_bench(tmp_path):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["gpt_neox", "gemma3_text", "qwen3_next", "gpt2", "opt", "mamba2"])
+def test_every_kind_of_base(model_type):
+    """Whatever its cache and the names of its parts: a decoding step can be done again, and gives the same."""
+    torch.manual_seed(0)
+    models = make_models(AutoModelForCausalLM.from_config(decoder_config(model_type)).eval(), ["2"], "cpu")
+    shared = torch.optim.AdamW(models[TWIN].parameters(), lr=1e-5)
+    for name, model in models.items():
+        for case in ("decode-1-8", "prefill-16", "train-16"):
+            call = twin.work(Case.parse(case), model, shared, "cpu", compiled=False)
+            call()
+            call()
+        assert twin.activation_bytes(model, 16, checkpointing=False) > 0, name
+
+
+@pytest.mark.one_in(2)
+@pytest.mark.parametrize("kind", ["AttnRes", "PreNorm"])
+def test_bench_of_a_checkpoint(kind, tmp_path):
+    """Its own weights, whichever of the two it is."""
+    base = tiny_base_model("qwen3")
+    model = base if kind == "PreNorm" else randomize_queries(convert(base, 3))
+    model.save_pretrained(tmp_path / "model")
+    twin = load_twin(str(tmp_path / "model"), torch.float32, "cpu")
+    ids = torch.arange(3, 15)[None]
+    with torch.no_grad():
+        assert torch.equal(twin(ids).logits, base(ids).logits)
+    arguments = ["bench", "--model", str(tmp_path / "model"), "--pairs", "2", "--cases", "decode-1-4,train-8"]
+    result = CliRunner().invoke(app, [*arguments, "--variants", "2", "-o", str(tmp_path / "out")])
+    assert result.exit_code == 0, result.output
+    results = json.loads((tmp_path / "out/bench.json").read_text())
+    assert results["settings"]["shape"] == "model"
+    assert [record["model"] for record in results["time"]] == [TWIN, "2 blocks"] * 2
+
+
+@pytest.mark.slow
 @pytest.mark.skipif(not TELLS_PEAKS, reason="the peak of a process is told by Linux, and not in every container")
 def test_peak_memory():
     """Two tensors at once, and a third that stays from the first call on. The allocator is that of a whole process."""
@@ -68,7 +103,7 @@ print(twin.peak_bytes(call, "cpu"))
 
 
 def test_models_share_the_weights_of_the_twin():
-    models = make_models(SHAPES["tiny"], ["full", "2"], torch.float32, "cpu")
+    models = make_models(make_twin(SHAPES["tiny"], torch.float32, "cpu"), ["full", "2"], "cpu")
     twin = dict(models[TWIN].named_parameters())
     ids = torch.arange(12)[None]
     with torch.no_grad():
@@ -88,6 +123,8 @@ def test_models_share_the_weights_of_the_twin():
         (["--shape", "gpt-9"], "`shape='gpt-9'` is none of"),
         (["--cases", "decode-1"], "`decode-1` is no case"),
         (["--variants", "many"], "`many` is neither a number of blocks nor full"),
+        (["--variants", "8:num_heads"], "`8:num_heads` is neither a number of blocks nor full"),
+        (["--variants", "8:heads=2"], "`8:heads=2` has `heads`, which is none of num_heads, open_block"),
         (["--dtype", "float33"], "`dtype='float33'` is none of torch's"),
     ],
 )

@@ -23,7 +23,7 @@ from attnres.demo import train_tokenizer
 
 PROGRAM = get_command(app)
 NAMES = sorted(PROGRAM.commands)
-WITHOUT_JSON = ["demo"]
+WITHOUT_JSON = ["demo", "serve"]
 SITE = {"weights": [0.5, 0.5], "relative_entropy": 0.75, "predecessor_weight": 0.5}
 
 

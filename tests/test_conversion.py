@@ -72,6 +72,7 @@ def assert_same_tensors(actual, expected):
         assert actual[name].dtype == expected[name].dtype and torch.equal(actual[name], expected[name]), name
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_family(family, tmp_path):
     """Convert with its verification, and revert to the same bytes."""
@@ -205,6 +206,7 @@ OTHER_HEADS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "model_type", ["qwen3", *(pytest.param(t, marks=pytest.mark.slow) for t in ("gpt2", "gpt_neox"))]
 )
@@ -362,6 +364,7 @@ def test_a_conversion_that_is_not_equal_leaves_nothing(base, tmp_path, monkeypat
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
 
+@pytest.mark.slow
 def test_verify_on_the_command_line(base, tmp_path, run_attnres, capsys):
     convert(base, tmp_path / "attnres", verify=False)
     (tmp_path / "text.txt").write_text("import os\n" * 40)
@@ -416,7 +419,7 @@ BAD_SOURCES = {
     ),
     "gguf": (
         lambda d: ((d / "config.json").unlink(), (d / "model.gguf").write_bytes(b"GGUF")),
-        "GGUF files are not read; take the safetensors checkpoint",
+        "`attnres convert --gguf-file model.gguf` converts its GGUF file",
     ),
     "config not JSON": (lambda d: (d / "config.json").write_text("{"), "config.json` is not JSON"),
     "config no object": (lambda d: (d / "config.json").write_text("[]"), "config.json` holds no JSON object"),

@@ -77,7 +77,7 @@ def test_every_tensor_of_the_real_size(model_type):
 
 @pytest.mark.parametrize(
     "model_type",
-    [t if t in ("gpt_neox", "cohere2") else pytest.param(t, marks=pytest.mark.slow) for t in SPREAD],
+    [t if t == "gpt_neox" else pytest.param(t, marks=pytest.mark.slow) for t in SPREAD],
 )
 def test_decoder(model_type):
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
@@ -143,6 +143,7 @@ def test_layer_types_that_only_the_base_knows():
 
 
 # The layers of the first flatten the tokens, those of the second have one sublayer
+@pytest.mark.slow
 @pytest.mark.parametrize("model_type", mostly_slow(["opt", "mamba"], every=2))
 def test_what_is_done_with_models(model_type, tmp_path):
     """Converted, fine-tuned and inspected, with figures of every token."""

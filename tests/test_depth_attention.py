@@ -80,6 +80,7 @@ def test_gradients_are_those_of_finite_differences():
     assert torch.autograd.gradcheck(lambda query, *values: depth_attention(query, values, EPS), (query, *inputs))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 12])
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 7)], ids=["tokens", "one token"])
@@ -285,6 +286,7 @@ def test_operator_compiles_without_breaks():
     )
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("zero", [True, False])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 9])
 @pytest.mark.parametrize("family", ["starcoder2", "llama"])

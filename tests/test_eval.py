@@ -29,7 +29,7 @@ from attnres.eval import EvalModel, EvalOptions, evaluate, evaluation_environmen
 from attnres.eval.benchmarks import Benchmark, Unavailable, in_sandbox, load_tasks, task_manager
 from attnres.eval.harness import _sample
 from attnres.eval.models import load_model
-from attnres.eval.report import rebuild
+from attnres.eval.report import answer_warnings, rebuild
 from attnres.eval.sandbox import NoSandbox, Wall, reason_against
 from attnres.eval.saved import Finished, ModelResults
 from attnres.eval.statistics import bootstrap_interval, compare, holm, score
@@ -358,7 +358,7 @@ FOREIGN = {
 
 
 @pytest.mark.parametrize(
-    "name, content", mostly_slow([(name, content) for name in FOREIGN for content in FOREIGN[name]], every=5)
+    "name, content", mostly_slow([(name, content) for name in FOREIGN for content in FOREIGN[name]], every=7)
 )
 def test_foreign_files_are_kept(quick_eval, tmp_path, caplog, capsys, run_attnres, name, content):
     out = tmp_path / "out"
@@ -824,7 +824,10 @@ def test_reasons(error, way_out):
     [
         (["eval", "./nowhere", "--suite", "quick"], "There is no folder `./nowhere`"),
         (["eval", "model"], "There is nothing to evaluate on: give a suite or tasks"),
-        (["eval", "model", "--suite", "best"], "`suite='best'` is neither one of paper, core, chat, quick nor a file"),
+        (
+            ["eval", "model", "--suite", "best"],
+            "`suite='best'` is neither one of paper, core, chat, quick, offline nor a file",
+        ),
         (["eval", "model", "--tasks", "arc_chalenge"], "`arc_chalenge` is not a task of lm-eval"),
         (["eval", "model", "--suite", "quick", "--device", "cuda:99"], "`device='cuda:99'` is not there"),
         (["eval", "model", "--suite", "quick", "--device", "abacus"], "`device='abacus'` is not there"),
@@ -868,6 +871,21 @@ def test_perplexities_become_scores():
     hashes = dict.fromkeys(("doc_hash", "prompt_hash", "target_hash"), "")
     sample = {"doc_id": 0, "target": "x", "resps": [], "filtered_resps": [], "byte_perplexity": (-20.0, 10), **hashes}
     assert _sample("task", sample, "byte_perplexity", None)["score"] == pytest.approx(np.exp(-2))
+
+
+def test_empty_answers_are_told():
+    """Those of which nothing but blanks is there; nothing is said of rows in which answers are chosen."""
+    hashes = dict.fromkeys(("doc_hash", "prompt_hash", "target_hash"), "")
+    texts = ("", " \n\t", "a", " b")
+    samples = [{"doc_id": 0, "target": "x", "resps": [[t]], "filtered_resps": [t], "m": 0.0, **hashes} for t in texts]
+    assert [_sample("task", sample, "m", False)["empty"] for sample in samples] == [True, True, False, False]
+    chosen = {**samples[0], "resps": [[(-1.0, True)], [(-2.0, False)]]}
+    assert _sample("task", chosen, "m", None)["empty"] is None
+    row = {"benchmark": {"name": "T"}, "num_documents": 4, "cut_off": [0, 0], "empty": [2, 0], "generation": {}}
+    results = {"models": [{"name": "a"}, {"name": "b"}], "rows": [row, {**row, "empty": [None, None]}]}
+    assert answer_warnings(results) == [
+        "T: answers are empty, 2 of a (of 4 each); a chat model may need `--apply-chat-template`"
+    ]
 
 
 def test_scores_that_are_not_zero_or_one():

@@ -45,6 +45,7 @@ def test_norm_behind_a_read(family, num_tokens, dtype):
                 UpToRounding(norm, mix).check(fused)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("block_size", mostly_slow(BLOCK_SIZES, every=2))
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_family(family, block_size, input_ids, tmp_path):
@@ -161,6 +162,7 @@ ALLOWED = {
 }
 
 
+@pytest.mark.one_in(5)
 @pytest.mark.parametrize("name, value", WRONG_TYPES, ids=str)
 def test_wrong_types_are_named_with_what_is_allowed(name, value, tmp_path):
     """Wherever a field comes from: the constructor, a base's config, a dict, a file, an assignment."""

@@ -110,6 +110,7 @@ def test_modes(folder, tmp_path, mode):
     assert again.losses[-1] == held_out and again.losses == result.losses
 
 
+@pytest.mark.slow
 def test_the_prenorm_twin_trains_too(folder, tmp_path):
     for mode in ("lora", "full"):
         result = finetune(fields(folder, tmp_path / mode, model=str(folder / "base"), mode=mode))
@@ -439,6 +440,7 @@ def test_queries_that_do_not_move_are_explained(folder, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_tensorboard(folder, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
@@ -524,6 +526,7 @@ def test_an_adapter_of_the_base_acts_the_same_on_its_conversion(folder, tmp_path
         expected.check(model.eval()(input_ids()).logits)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", mostly_slow(["lora", "queries"], every=2))
 def test_quantised_base_keeps_wide_queries(folder, tmp_path, mode):
     """QLoRA: a base in 4 bits, read back on a base in 4 bits."""
@@ -546,6 +549,7 @@ def test_quantised_base_keeps_wide_queries(folder, tmp_path, mode):
     assert torch.isfinite(model(input_ids()).logits).all()
 
 
+@pytest.mark.slow
 def test_generation_keeps_its_caches(folder, tmp_path):
     """One token a step through the trunk, with the block cache, as before fine-tuning."""
     result = finetune(fields(folder, tmp_path / "out", mode="queries"))

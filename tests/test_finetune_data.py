@@ -39,6 +39,7 @@ def slices(row):
     return zip(starts, [*starts[1:], len(row["position_ids"])])
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_packed_documents_do_not_see_each_other(family):
     """The logits of a document in a packed row are those of the document alone, up to rounding."""
@@ -128,6 +129,7 @@ def test_hybrids_are_not_packed(tmp_path, capsys):
     assert f"Rows are not packed: {reason}." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_whether_documents_are_kept_apart_is_tried(tmp_path, capsys):
     """Only the model shows it, once it is loaded. Rows are not packed then, and nothing is left of a refused run."""
     write_model_and_text("gpt_oss", tmp_path)
@@ -153,6 +155,7 @@ LEAKS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("leak", [None, *LEAKS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_small_leak_is_seen(leak, dtype):
@@ -258,6 +261,7 @@ def test_tool_calls_are_learned(folder):
 # --- show-batch
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("packing", [True, False])
 def test_show_batch(folder, tmp_path, monkeypatch, capsys, run_attnres, packing):
     """It is the first batch of the run, with marks that need no colour, before weights are read."""

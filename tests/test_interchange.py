@@ -106,6 +106,7 @@ def kimi_logits(base_model, state, layers_per_block, eps, input_ids):
     return logits
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("block_size", [2, 4, 6, 8])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "deepseek_v3"])
 def test_kimi_computes_the_same(family, block_size, tmp_path, input_ids):
@@ -122,6 +123,7 @@ def test_kimi_computes_the_same(family, block_size, tmp_path, input_ids):
         expected.check(model(input_ids).logits)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("dtype", mostly_slow([torch.float32, torch.bfloat16], every=2))
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_kimi_round_trip(family, dtype, tmp_path):

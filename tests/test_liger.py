@@ -68,6 +68,7 @@ def loss_and_grads(model, input_ids, **kwargs):
     return outputs, outputs.loss, grads
 
 
+@pytest.mark.one_in(3)
 # Families whose kernels of Liger run in the interpreter: no `tanh` (GEGLU), no driver of a GPU (experts). For Granite,
 # which scales its logits, Liger has no fused loss
 @pytest.mark.parametrize(

@@ -208,6 +208,7 @@ def test_auxiliary_loss_is_that_of_the_base(input_ids):
         UpToRounding(functools.partial(losses, base_model), model=base_model).check(losses(convert(base_model, 3)))
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "auto_class, labels",
     [
@@ -302,6 +303,7 @@ def test_import_is_light():
     assert printed.strip() == "[]"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "code",
     mostly_slow(

@@ -166,6 +166,7 @@ def test_generation(model_type, converted):
     assert cached.shape[1] == inputs["input_ids"].shape[1] + 6
 
 
+@pytest.mark.one_in(2)
 def test_save_and_load_and_back(model_type, converted, tmp_path):
     base, folder = converted
     model = AutoModelForImageTextToText.from_pretrained(folder)

@@ -20,7 +20,7 @@ import attnres
 
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("benchmarks", "conversion", "eval", "inspection", "model_cards", "training")
+PACKAGES = ("benchmarks", "conversion", "eval", "inspection", "model_cards", "serving", "training")
 # Run by every Python that finds it: what is not among the dependencies is not installed
 SITECUSTOMIZE = """
 import os
@@ -65,7 +65,9 @@ def test_one_version():
 def distributions(tmp_path_factory) -> dict[str, Path]:
     """The source distribution, the wheel made of it, and a wheel made of the tree itself."""
     folder = tmp_path_factory.mktemp("package")
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "*.egg-info", "build", "dist")
+    ignored = shutil.ignore_patterns(
+        ".*", "__pycache__", "*.egg-info", "build", "dist", "attnres-demo", "attnres-real"
+    )
     shutil.copytree(ROOT, folder / "tree", ignore=ignored)
     for options in (("--outdir", "dist"), ("--wheel", "--outdir", "direct")):
         command = [sys.executable, "-m", "build", "--no-isolation", *options, "tree"]
@@ -87,7 +89,7 @@ def shipped_files() -> set[str]:
     return {
         path.as_posix()
         for path in relative
-        if "__pycache__" not in path.parts and (path.parts[0] != "benchmarks" or path.suffix == ".py")
+        if "__pycache__" not in path.parts and (path.parts[0] != "benchmarks" or path.suffix in (".py", ".jinja"))
     }
 
 

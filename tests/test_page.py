@@ -201,6 +201,7 @@ def test_the_largest_page_stays_small(tmp_path):
     assert tokens == 256 and (tmp_path / "index.html").stat().st_size < 2_000_000
 
 
+@pytest.mark.slow
 def test_two_models_open_on_their_difference(page, results):
     before, after = results["models"]
     assert find(page, "#model").get_attribute("value") == "2"
@@ -242,3 +243,19 @@ def test_a_model_whose_attention_and_mlp_share_a_read(browser, results, tmp_path
     lines = [float(line.get_attribute("y1")) for line in all_of(browser, "#map .boundary")]
     rows = [float(find(browser, f"#map rect[data-site='{site}']").get_attribute("y")) for site in (4, 6)]
     assert lines == rows and browser.get_log("browser") == []
+
+
+def test_a_model_that_reads_each_output(browser, tmp_path):
+    """More sources than blocks: the map has a column for each, and every read that there is can be clicked."""
+    base = tiny_base_model("qwen3", vocab_size=400)
+    model = convert(base, 3, attn_res_open_block="each", attn_res_num_heads=2)
+    tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
+    for part in (randomize_queries(model), tokenizer):
+        part.save_pretrained(tmp_path / "model")
+    results = inspect([str(tmp_path / "model")], tmp_path / "depth", max_tokens=64, length=32, device="cpu")
+    browser.get((tmp_path / "depth/index.html").as_uri())
+    numbers = [len(site["weights"]) for site in results["models"][0]["sites"]]
+    assert max(numbers) > results["models"][0]["num_blocks"] + 1
+    cells = [f"#map rect[data-site='{site}'][data-source]" for site in range(NUM_SITES)]
+    assert [len(all_of(browser, cell)) for cell in cells] == numbers
+    assert browser.get_log("browser") == []

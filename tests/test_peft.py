@@ -21,6 +21,7 @@ def adapted_modules(model, config):
     }
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_adapted_modules_are_those_of_the_base(family):
     for config in (LoraConfig, IA3Config):

@@ -80,6 +80,7 @@ def assert_equal(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]
     assert first.keys() == second.keys() and all(torch.equal(first[name], second[name]) for name in first)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "changed",
     mostly_slow(
@@ -108,6 +109,7 @@ def test_measuring_disturbs_nothing(folder, tmp_path, changed):
     assert changed["mode"] != "full" or rates[0] < max(rates)
 
 
+@pytest.mark.slow
 def test_it_lowers_the_loss(folder, tmp_path):
     # On texts like those that are learned, of which the model knows half. Whether it does so on others is shown by
     # benchmarks/query_rate.py; a few paragraphs are too few for that
@@ -147,6 +149,7 @@ def make_trainer(folder, tmp_path, data, **kwargs):
     return AttnResTrainer(AutoModelForCausalLM.from_pretrained(folder / "model"), arguments, train_dataset=data)
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", mostly_slow([1, 40], every=2))
 @pytest.mark.parametrize("streamed", [False, True])
 def test_any_amount_of_data_serves(folder, tmp_path, rows, streamed):

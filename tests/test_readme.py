@@ -13,6 +13,7 @@ import pytest
 import typer.main
 import yaml
 from tiny_models import FAMILIES
+from transformers.cli.transformers import app as transformers_app
 
 from attnres.cli import app
 from attnres.modeling_attnres import AttnResForCausalLM
@@ -32,7 +33,14 @@ COMMANDS = typer.main.get_command(app).commands
 ELSEWHERE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
 
 
-@pytest.mark.parametrize("page", [page for page, text in PAGES.items() if EXAMPLE.search(text)])
+@pytest.mark.parametrize(
+    "page",
+    [
+        pytest.param(page, marks=[pytest.mark.slow] * (page not in ("README.md", "docs/tutorial.md")))
+        for page, text in PAGES.items()
+        if EXAMPLE.search(text)
+    ],
+)
 def test_examples(page, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(AttnResForCausalLM, "_auto_class", None)
@@ -129,4 +137,8 @@ def commands() -> set[str]:
 def test_commands_exist(command):
     name, *words = shlex.split(command)[1:]
     options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
+    if name == "serve":  # other options are the engine's, of which vLLM is not installed here
+        of_transformers = transformers_app.commands["serve"].params
+        options |= {option for parameter in of_transformers for option in parameter.opts}
+        options |= {"--tensor-parallel-size", "--pipeline-parallel-size"} if "vllm" in words else set()
     assert {word.partition("=")[0] for word in words if re.match("--?[a-z]", word)} <= options | {"--help"}

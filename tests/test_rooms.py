@@ -12,9 +12,21 @@ ROOT = Path(__file__).parents[1]
 # A room is a folder, or a file beside `__init__.py`. Each may import those in front of it
 ROOMS = (
     *("depth_backends", "depth_attention", "triton_kernels", "depth_stream", "depth_probe", "configuration_attnres"),
+    *("depth_reads", "depth_pipeline"),
     *("generation_attnres", "modeling_attnres", "multimodal_attnres"),
     *("outputs", "runtime", "fingerprint", "rows", "sources", "checkpoint", "reports", "families", "liger"),
-    *("eval", "model_cards", "hub", "conversion", "inspection", "training", "demo", "benchmarks", "console"),
+    *(
+        "eval",
+        "model_cards",
+        "hub",
+        "conversion",
+        "inspection",
+        "training",
+        "serving",
+        "demo",
+        "benchmarks",
+        "console",
+    ),
     *("cli_convert", "cli_measure", "cli", "__main__"),
 )
 # What is imported when it is first needed, by a file that is loaded before it

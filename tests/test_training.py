@@ -3,6 +3,7 @@
 
 import contextlib
 import copy
+import itertools
 import os
 import tempfile
 
@@ -16,7 +17,7 @@ from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
-from attnres import AttnResForCausalLM
+from attnres import AttnResConfig, AttnResForCausalLM
 
 
 def loss_and_grads(model, input_ids):
@@ -26,6 +27,7 @@ def loss_and_grads(model, input_ids):
     return loss.detach(), {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("use_reentrant", [True, False])
 @pytest.mark.parametrize("block_size", mostly_slow([1, 2, 3, 8], every=2))
 @pytest.mark.parametrize("family", ["qwen3", "qwen3_next"])
@@ -209,7 +211,7 @@ def _fsdp(rank, mixed_precision):
         expected.check((loss, grads))
 
 
-@pytest.mark.parametrize("mixed_precision", [False, True])
+@pytest.mark.parametrize("mixed_precision", mostly_slow([True, False], every=2))
 def test_fsdp2(mixed_precision):
     on_two_processes(_fsdp, mixed_precision)
 
@@ -234,8 +236,52 @@ def _distributed_config(rank, path, kind):
         assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
-@pytest.mark.parametrize("kind", ["tp", "fsdp"])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind, family", itertools.product(["tp", "fsdp"], ["qwen3_moe", "qwen3"]))
 def test_transformers_distributed_config(kind, family, tmp_path):
     randomize_queries(convert(tiny_base_model(family), 3)).save_pretrained(tmp_path / "model")
     on_two_processes(_distributed_config, str(tmp_path / "model"), kind)
+
+
+def _pipeline_stages(rank, path, base_path):
+    prompt = torch.randint(3, 97, (2, 9), generator=torch.Generator().manual_seed(0))
+    plain, base = AttnResForCausalLM.from_pretrained(path), AutoModelForCausalLM.from_pretrained(base_path)
+    config = DistributedConfig(pp_size=2)
+    options = {"max_new_tokens": 6, "do_sample": False, "min_new_tokens": 6}
+    for expected_of, folder in ((base, base_path), (plain, path)):  # the base first: what it can do in stages
+        model = AutoModelForCausalLM.from_pretrained(folder, distributed_config=config)
+        with torch.no_grad():
+            expected, logits = expected_of(prompt).logits, model(prompt).logits
+            torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
+            assert model.generate(prompt, **options).equal(expected_of.generate(prompt, **options))
+
+
+@pytest.mark.parametrize(
+    "family, block_size, fields",
+    [
+        ("llama", 3, {}),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in [
+                ("llama", 1, {}),
+                ("llama", 4, {}),
+                ("llama", 100, {}),
+                ("qwen3_moe", 2, {}),
+                ("llama", 3, {"attn_res_open_block": "each"}),
+                ("llama", 4, {"attn_res_open_block": "each"}),
+                ("llama", 3, {"attn_res_num_heads": 4, "attn_res_weights": "softmax1"}),
+                ("llama", 3, {"attn_res_query": "hybrid"}),
+            ]
+        ),
+    ],
+)
+def test_transformers_pipeline_stages(family, block_size, fields, tmp_path):
+    base = tiny_base_model(family)
+    model = AttnResForCausalLM(AttnResConfig.from_base_config(base.config, block_size=block_size, **fields))
+    model.load_state_dict(base.state_dict(), strict=False)
+    with torch.no_grad():
+        for tensor in model.model.depth_queries.zeros_at_first():
+            tensor.normal_(std=0.3)
+    for name, saved in (("base", base), ("model", model)):
+        saved.save_pretrained(tmp_path / name)
+    on_two_processes(_pipeline_stages, str(tmp_path / "model"), str(tmp_path / "base"))

@@ -80,7 +80,7 @@ class AttnResTrainer(Trainer):
             lr = args.learning_rate if args.query_learning_rate in (None, AUTO) else args.query_learning_rate
             for parameter in queries:
                 # The key norm is a factor of the query: to decay it as well would be to decay twice
-                decay = args.query_weight_decay if names[id(parameter)].endswith(".query") else 0.0
+                decay = 0.0 if names[id(parameter)].endswith(".key_norm") else args.query_weight_decay
                 self.optimizer.add_param_group({"params": [parameter], "lr": lr, "weight_decay": decay})
             self.optimizer.param_groups[:] = [group for group in self.optimizer.param_groups if group["params"]]
         return self.optimizer
@@ -181,20 +181,22 @@ class AttnResTrainer(Trainer):
 
     @torch.no_grad()
     def read_queries(self) -> torch.Tensor | None:
-        """The folded queries, those of the adapter if there is one, `[sites, hidden]`; `None` for a model without."""
+        """The folded queries, those of the adapter if there is one, `[sites, hidden]`; `None` for a model without.
+
+        Of queries that see the input, what is zero at first in their projections comes behind them: `[sites, n]`.
+        """
+        # The module is not called for them: FSDP allows that in a forward pass of the whole model only
         found = {
-            name.split(".")[-1]: parameter
+            name.split(".")[-1]: parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
             for name, parameter in self.model.named_parameters()
             if ".depth_queries." in f".{name}" and ".original_module." not in name
         }
         if not found:
             return None
-        # The module is not called for them: FSDP allows that in a forward pass of the whole model only
-        query, key_norm = (
-            found[name].full_tensor() if hasattr(found[name], "full_tensor") else found[name]
-            for name in ("query", "key_norm")
-        )
-        return query.float() * key_norm.float()
+        parts = [found[name].float() for name in ("query", "projection", "projection_down") if name in found]
+        if "query" in found:
+            parts[0] = parts[0] * found["key_norm"].float()
+        return torch.cat([part.flatten(1) for part in parts], dim=1)
 
     @torch.no_grad()
     def observe(self) -> dict[str, float]:
@@ -216,7 +218,9 @@ class AttnResTrainer(Trainer):
         entropies = {}
         for site, weights in enumerate(reads):
             if weights.shape[-1] > 1:
-                entropy = torch.special.entr(weights[mask]).sum(-1).mean() / math.log(weights.shape[-1])
+                # Weights of other kinds than the softmax do not sum to 1
+                parts = weights[mask] / weights[mask].sum(-1, keepdim=True).clamp_min(1e-30)
+                entropy = torch.special.entr(parts).sum(-1).mean() / math.log(weights.shape[-1])
                 entropies[site] = entropy.item()
         return {
             "query_norm": norms.mean().item(),
@@ -238,8 +242,10 @@ class AttnResTrainer(Trainer):
 
     def explain_queries(self) -> str | None:
         """One line if the queries have hardly moved, with what to do about it."""
-        if self.initial_queries is None:
-            return None
+        if self.initial_queries is None or any(
+            "depth_queries.projection" in n for n, _ in self.model.named_parameters()
+        ):
+            return None  # what a projection does depends on the size of what it sees
         moved = (self.read_queries() - self.initial_queries).norm(dim=-1).max().item()
         losses = [entry["eval_loss"] for entry in self.state.log_history if "eval_loss" in entry]
         measured = getattr(self.args, "query_learning_rate", None) == AUTO

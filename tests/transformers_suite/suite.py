@@ -6,7 +6,7 @@ The tests are not ours and are not in this repository. TRANSFORMERS names the fo
 - a checkout of transformers: all of `CausalLMModelTest`, as for a model of transformers' own;
 - its source distribution, which carries the mixins alone: those of modeling, training and two processes.
 
-BASE (llama) and BLOCK_SIZE (2) choose the model.
+BASE (llama) and BLOCK_SIZE (2) choose the model, and READ the fields of its read: "num_heads=4 query=input".
 """
 
 import inspect
@@ -34,6 +34,10 @@ from attnres.modeling_attnres import of_both
 
 BASE = os.environ.get("BASE", "llama")
 BLOCK_SIZE = int(os.environ.get("BLOCK_SIZE", "2"))
+READ = {
+    f"attn_res_{name}": int(value) if value.isdigit() else value
+    for name, value in (field.split("=") for field in os.environ.get("READ", "").split())
+}
 # Of the base, as an object is: the tests look at what a class says of itself
 MODEL_CLASSES = {
     kind: of_both(cls, cls.class_of_base(BASE), BASE)
@@ -65,7 +69,7 @@ def attnres_config(base_config) -> attnres.AttnResConfig:
     # Some tests give fields that their config does not have. It keeps them; ours makes them an error, on purpose
     for name in vars(base_config).keys() - vars(type(base_config)()).keys():
         delattr(base_config, name)
-    return attnres.AttnResConfig.from_base_config(base_config, block_size=BLOCK_SIZE)
+    return attnres.AttnResConfig.from_base_config(base_config, block_size=BLOCK_SIZE, **READ)
 
 
 def of_base(kind: type) -> type | None:

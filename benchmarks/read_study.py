@@ -1,0 +1,304 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""Which reads over depth make a small model better, every arm with a learning rate of its own.
+
+    python benchmarks/read_study.py run      # hours on one thread; interrupted, it goes on
+    python benchmarks/read_study.py speed    # seconds per training step, alternating, in one process
+    python benchmarks/read_study.py report   # table.md from what lies in benchmarks/read_study
+
+What is compared, and how, was written down first: benchmarks/read_study/protocol.md.
+"""
+
+import json
+import math
+import platform
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+from rich.console import Console
+from scipy import stats
+from transformers import AutoModelForCausalLM, set_seed
+
+from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.benchmarks.ablations import with_read
+from attnres.benchmarks.study_arms import BATCH, NUM_BLOCKS, SHAPE, TRAINING, prepare, rows_of, training_step
+from attnres.benchmarks.twin import alternate
+from attnres.outputs import write_file
+from attnres.training import AttnResTrainer, AttnResTrainingArguments
+
+
+RESULTS = Path(__file__).parent / "read_study"
+SEEDS, TUNING_SEED = range(5), 100
+STEPS, TUNING_STEPS = 1000, 300
+GRID = (2e-3, 4e-3, 8e-3)
+ARMS = {
+    "prenorm": "PreNorm",
+    "prenorm_double": "PreNorm, twice the tokens",
+    "blocks": "8 blocks",
+    "full": "Full",
+    "heads": "8 blocks, 4 heads",
+    "input": "8 blocks, query of the input (rank 16)",
+    "sigmoid": "8 blocks, sigmoid",
+    "softmax1": "8 blocks, softmax1",
+    "each": "8 blocks, each output of the open one",
+    "static": "8 blocks, static weights",
+    "raw_keys": "8 blocks, keys without RMSNorm",
+    "normal_start": "8 blocks, queries from N(0, 0.02)",
+}
+FIELDS = {
+    "full": {"block_size": 1},
+    "heads": {"attn_res_num_heads": 4},
+    "input": {"attn_res_query": "input", "attn_res_query_rank": 16},
+    "sigmoid": {"attn_res_weights": "sigmoid"},
+    "softmax1": {"attn_res_weights": "softmax1"},
+    "each": {"attn_res_open_block": "each"},
+}
+ABLATIONS = ("static", "raw_keys")
+console = Console()
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. Its name is that of its result file."""
+
+    arm: str
+    seed: int
+    steps: int
+    learning_rate: float
+
+    @property
+    def name(self) -> str:
+        of = f"lr{self.learning_rate:g}" if self.seed == TUNING_SEED else f"seed{self.seed}"
+        return f"{self.arm}-{of}"
+
+
+def read_runs(results: Path) -> dict[Run, dict]:
+    found = {}
+    for path in sorted((results / "runs").glob("*.json")):
+        result = json.loads(path.read_text())
+        found[Run(**result["run"])] = result
+    return found
+
+
+def tuning_losses(found: dict[Run, dict], arm: str) -> dict[float, float]:
+    """By learning rate, in their order."""
+    losses = {
+        run.learning_rate: r["tuning_loss"] for run, r in found.items() if run == tuning_run(arm, run.learning_rate)
+    }
+    return dict(sorted(losses.items()))
+
+
+def tuning_run(arm: str, learning_rate: float) -> Run:
+    return Run(arm, TUNING_SEED, TUNING_STEPS, learning_rate)
+
+
+def next_rate(losses: dict[float, float]) -> float | None:
+    """What the sweep still has to try, `None` at its end."""
+    missing = [rate for rate in GRID if rate not in losses]
+    if missing:
+        return missing[0]
+    best, *_ = sorted(losses, key=losses.__getitem__)
+    if best == max(losses):
+        return 2 * best
+    return best / 2 if best == min(losses) else None
+
+
+def next_run(found: dict[Run, dict]) -> Run | None:
+    """First all sweeps, and then all arms seed by seed; `None` when everything has a result."""
+    rates = {}
+    for arm in ARMS:
+        swept = "prenorm" if arm == "prenorm_double" else arm
+        losses = tuning_losses(found, swept)
+        rate = next_rate(losses)
+        if rate is not None:
+            return tuning_run(swept, rate)
+        rates[arm] = min(losses, key=losses.__getitem__)
+    for seed in SEEDS:
+        for arm, rate in rates.items():
+            run = Run(arm, seed, 2 * STEPS if arm == "prenorm_double" else STEPS, rate)
+            if run not in found:
+                return run
+    return None
+
+
+def make_model(arm: str, seed: int):
+    """The arms of a seed start from the same weights."""
+    set_seed(seed)
+    prenorm = AutoModelForCausalLM.from_config(SHAPE, dtype=torch.float32)
+    if arm.startswith("prenorm"):
+        return prenorm
+    fields = {"num_blocks": NUM_BLOCKS} | FIELDS.get(arm, {})
+    if "block_size" in fields:
+        del fields["num_blocks"]
+    model = AttnResForCausalLM(AttnResConfig.from_base_config(SHAPE, attn_res_scale_norm_eps=False, **fields))
+    model.load_state_dict(prenorm.state_dict(), strict=False)
+    if arm == "normal_start":
+        torch.nn.init.normal_(model.model.depth_queries.query, std=0.02)
+    return with_read(model, arm) if arm in ABLATIONS else model
+
+
+def train(run: Run, work: Path) -> dict:
+    """Train one run; its figures."""
+    start = time.time()
+    model = make_model(run.arm, run.seed)
+    arguments = AttnResTrainingArguments(
+        **TRAINING | {"eval_strategy": "no"},
+        output_dir=str(work / "trainer"),
+        max_steps=run.steps,
+        learning_rate=run.learning_rate,
+        query_learning_rate=run.learning_rate,
+        query_weight_decay=0.0,
+        warmup_steps=run.steps // 20,
+        train_sampling_strategy="sequential",
+        logging_steps=run.steps // 10,
+        disable_tqdm=True,
+        seed=run.seed,
+    )
+    rows = rows_of(work, "library", "train", run.seed)
+    trainer = AttnResTrainer(model=model, args=arguments, train_dataset=rows[: run.steps * BATCH])
+    trainer.train()
+    losses = {
+        split: trainer.evaluate(rows_of(work, "library", split))["eval_loss"] for split in ("tuning", "held_out")
+    }
+    return {
+        "run": asdict(run),
+        "tuning_loss": losses["tuning"],
+        "judging_loss": losses["held_out"],
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "train_loss": {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry},
+        "seconds": time.time() - start,
+    }
+
+
+@app.command("run")
+def run_all(
+    work: Annotated[Path, typer.Option(help="Folder for windows.")] = Path("study-work"),
+    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
+):
+    """Train what has no result yet, on one thread."""
+    torch.set_num_threads(1)
+    manifest = prepare(work)
+    if (results / "manifest.json").exists() and json.loads((results / "manifest.json").read_text()) != manifest:
+        raise typer.BadParameter(
+            f"The text in {work} is not the one of the results in {results}: use the versions of constraints.txt."
+        )
+    write_file(results / "manifest.json", json.dumps(manifest, indent=1) + "\n")
+    while run := next_run(read_runs(results)):
+        result = train(run, work)
+        write_file(results / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
+        losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"
+        console.print(f"{run.name}: {losses}, {result['seconds']:.0f} s", highlight=False)
+    console.print(f"All runs are in {results}/runs; `python benchmarks/read_study.py report` makes the table.")
+
+
+@app.command()
+def speed(
+    results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
+    pairs: Annotated[int, typer.Option(help="Alternating steps of each model.")] = 25,
+):
+    """Seconds of a training step, all arms in turn in one process on one thread."""
+    torch.set_num_threads(1)
+    arms = [arm for arm in ARMS if arm != "prenorm_double"]
+    seconds = alternate([training_step(make_model(arm, 0).train()) for arm in arms], pairs, "Training steps")
+    ratios = seconds / seconds[:, :1]
+    quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=ratios.dtype), dim=0)
+    figures = {
+        arm: {"seconds": seconds[:, i].median().item(), "ratio_quartiles": quartiles[:, i].tolist()}
+        for i, arm in enumerate(arms)
+    }
+    figures["machine"] = platform.processor() or platform.machine()
+    write_file(results / "speed.json", json.dumps(figures, indent=1) + "\n")
+    console.print(figures)
+
+
+def holm(p_values: list[float]) -> list[float]:
+    """Corrected for their number, in the order given."""
+    corrected, largest = [0.0] * len(p_values), 0.0
+    for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
+        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
+        corrected[i] = largest
+    return corrected
+
+
+def table_of(rows: dict[str, list[float]]) -> list[str]:
+    """Differences of paired losses, by arm; p corrected over all of them."""
+    corrected = holm([stats.ttest_1samp(differences, 0).pvalue for differences in rows.values()])
+    lines = ["| | by seed | mean [95 %] | p (Holm) |", "|---|---|---|---|"]
+    for (arm, differences), p in zip(rows.items(), corrected):
+        interval = stats.ttest_1samp(differences, 0).confidence_interval()
+        by_seed = ", ".join(f"{d:+.3f}" for d in differences)
+        mean = f"{statistics.mean(differences):+.4f} [{interval[0]:+.4f}, {interval[1]:+.4f}]"
+        lines.append(f"| {ARMS[arm]} | {by_seed} | {f'**{mean}**' if p < 0.05 else mean} | {p:.3f} |")
+    return lines
+
+
+def detectable(rows: dict[str, list[float]]) -> float:
+    """The difference that a paired t test at 0.05 finds with probability 0.8, by the median spread of the rows."""
+    number = len(next(iter(rows.values())))
+    spread = statistics.median(statistics.stdev(differences) for differences in rows.values())
+    critical = stats.t.ppf(0.975, number - 1)
+    shifts = [i / 100 for i in range(2000)]
+    found = (
+        s for s in shifts if stats.nct.sf(critical, number - 1, s) + stats.nct.cdf(-critical, number - 1, s) >= 0.8
+    )
+    return next(found) * spread / math.sqrt(number)
+
+
+@app.command()
+def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
+    """Write table.md anew, from the results alone."""
+    found = read_runs(results)
+    finals = {(run.arm, run.seed): result["judging_loss"] for run, result in found.items() if run.seed != TUNING_SEED}
+    seeds = [seed for seed in SEEDS if all((arm, seed) in finals for arm in ARMS)]
+    if len(seeds) < 3:
+        raise typer.BadParameter(f"{len(seeds)} seeds have all arms, and three are needed: go on with `run`.")
+    losses = {arm: [finals[arm, seed] for seed in seeds] for arm in ARMS}
+    parameters = {run.arm: result["parameters"] for run, result in found.items()}
+
+    def less(arm: str, baseline: list[float]) -> list[float]:
+        return [loss - other for loss, other in zip(losses[arm], baseline)]
+
+    others = [arm for arm in ARMS if not arm.startswith("prenorm")]
+    tables = {"Equal tokens, against PreNorm": {arm: less(arm, losses["prenorm"]) for arm in others}}
+    tables["Equal tokens, against 8 blocks"] = {arm: less(arm, losses["blocks"]) for arm in others if arm != "blocks"}
+    if (results / "speed.json").exists():
+        speeds = json.loads((results / "speed.json").read_text())
+        tables["Equal time, against PreNorm"] = {}
+        for arm in others:
+            share = math.log2(speeds[arm]["ratio_quartiles"][1])
+            pairs = zip(losses["prenorm"], losses["prenorm_double"])
+            baseline = [(1 - share) * once + share * double for once, double in pairs]
+            tables["Equal time, against PreNorm"][arm] = less(arm, baseline)
+    lines = [
+        "# Reads over depth, from scratch",
+        "",
+        f"By the [protocol](protocol.md), seeds {seeds[0]} to {seeds[-1]}.",
+    ]
+    lines += ["", "| | parameters | learning rate | held-out loss (SD) | time of a step |", "|---|---|---|---|---|"]
+    for arm, label in ARMS.items():
+        rate = next(run.learning_rate for run in found if run.arm == arm and run.seed == seeds[0])
+        time_of_step = (
+            f"{speeds[arm]['ratio_quartiles'][1]:.2f}"
+            if "Equal time, against PreNorm" in tables and arm in speeds
+            else ""
+        )
+        mean, deviation = statistics.mean(losses[arm]), statistics.stdev(losses[arm])
+        lines.append(f"| {label} | {parameters[arm]:,} | {rate:g} | {mean:.4f} ({deviation:.3f}) | {time_of_step} |")
+    for title, rows in tables.items():
+        lines += ["", f"## {title}", "", *table_of(rows), ""]
+        lines.append(f"Before correction, a difference of {detectable(rows):.3f} is found with probability 0.8.")
+    lines += ["", "## Tuning loss by learning rate", "", "| | learning rate: loss |", "|---|---|"]
+    for arm, label in ARMS.items():
+        swept = tuning_losses(found, arm)
+        lines += [f"| {label} | {', '.join(f'{rate:g}: {loss:.3f}' for rate, loss in swept.items())} |"] * bool(swept)
+    write_file(results / "table.md", "\n".join(lines) + "\n")
+    console.print(f"Wrote {results / 'table.md'}", highlight=False)
+
+
+if __name__ == "__main__":
+    app()

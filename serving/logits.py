@@ -1,0 +1,60 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""What a base does to its logits, for an engine that has computed them itself."""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+from transformers.modeling_outputs import MoeModelOutputWithPast
+
+
+class HeadOfBase:
+    """The code of the base's `ForCausalLM` around an engine's own trunk and head.
+
+    Some bases scale their logits, cap them, or scale what the head is given. vLLM's Transformers backend knows two of
+    their ways by the name of a field. This knows all.
+
+    Args:
+        config: of the AttnRes model.
+        lm_head: logits of hidden states, `[tokens, hidden]` to `[tokens, vocabulary]`; `None` if another process has
+            them.
+    """
+
+    def __init__(self, config, lm_head: Callable[[torch.Tensor], torch.Tensor | None]):
+        base_config = config.to_base_config()
+        if getattr(base_config, "output_router_logits", False):
+            base_config.output_router_logits = False
+        with torch.device("meta"):
+            self.model = AutoModelForCausalLM.from_config(base_config).eval()
+        self.trunk = _Trunk()
+        setattr(self.model, self.model.base_model_prefix, self.trunk)
+        self.model.set_output_embeddings(_Head(lm_head))
+
+    def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
+        self.trunk.hidden_states = hidden_states[None]
+        try:
+            return self.model(input_ids=None, use_cache=False).logits[0]
+        except _LogitsElsewhere:
+            return None
+
+
+class _LogitsElsewhere(Exception):
+    pass
+
+
+class _Trunk(nn.Module):
+    def forward(self, *args, **kwargs):
+        return MoeModelOutputWithPast(last_hidden_state=self.hidden_states)
+
+
+class _Head(nn.Module):
+    def __init__(self, lm_head: Callable):
+        super().__init__()
+        self.lm_head = [lm_head]  # not a module of this one
+
+    def forward(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        logits = self.lm_head[0](hidden_states[0])
+        if logits is None:
+            raise _LogitsElsewhere
+        return logits[None]

@@ -1,0 +1,74 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""`attnres serve`: transformers' own OpenAI-compatible server, or vLLM's, on checkpoints of AttnRes models."""
+
+import importlib.util
+import os
+import sys
+from pathlib import Path
+from typing import NoReturn
+
+
+def serve_with_transformers(model: str | None, options: list[str]):
+    """Run the server of transformers until it is ended.
+
+    Args:
+        model: a folder or Hub id to load now; without one, models are loaded as requests name them.
+        options: of `transformers serve`.
+
+    Raises:
+        ModuleNotFoundError: if the server's own requirements are not installed.
+        FileNotFoundError: if the folder is not there.
+    """
+    for requirement in ("fastapi", "openai", "uvicorn"):
+        if importlib.util.find_spec(requirement) is None:
+            raise ModuleNotFoundError(f"{requirement} is not installed", name=requirement)
+    _check_folder(model)
+    import transformers
+    from huggingface_hub import constants
+    from transformers.cli.transformers import app
+
+    from .. import AttnResForCausalLM, AttnResForConditionalGeneration
+
+    Path(constants.HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)  # where it looks for models, and fails without
+    # The server looks the class of a checkpoint up by its name there
+    transformers.AttnResForCausalLM = AttnResForCausalLM
+    transformers.AttnResForConditionalGeneration = AttnResForConditionalGeneration
+    app(["serve", *([] if model is None else [model]), *options], prog_name="attnres")
+
+
+def serve_with_vllm(model: str | None, options: list[str]) -> NoReturn:
+    """Become vLLM's server, which knows AttnRes models by its plugin (`vllm_plugin.py`).
+
+    Args:
+        model: a folder or Hub id.
+        options: of `vllm serve`.
+
+    Raises:
+        ValueError: if there is no model.
+        ModuleNotFoundError: if vLLM is not installed.
+        FileNotFoundError: if the folder is not there.
+    """
+    if model is None:
+        raise ValueError("vLLM serves one model: name it, as in `attnres serve MODEL --engine vllm`.")
+    if importlib.util.find_spec("vllm") is None:
+        raise ModuleNotFoundError("vllm is not installed", name="vllm")
+    _check_folder(model)
+    # Not `vllm serve`, which fails where the distribution has another name, as its builds for CPUs have
+    program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
+    sys.stdout.flush()
+    os.execv(sys.executable, program)
+
+
+def _check_folder(model: str | None):
+    """Before what takes long: a path that is not there would be looked for on the Hub."""
+    if model is None or not (model.startswith((".", "/", "~")) or Path(model).is_dir()):
+        return
+    folder = Path(model).expanduser()
+    if (folder / "config.json").exists():
+        return
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"`{model}` is an adapter, and a server wants a whole model: load it with PEFT's"
+            " `AutoPeftModelForCausalLM`, call `merge_and_unload()`, and save the result."
+        )
+    raise FileNotFoundError(f"`{model}` is not a checkpoint: there is no config.json in it.")

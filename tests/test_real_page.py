@@ -1,0 +1,71 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The page about a real model says what its JSON says."""
+
+import copy
+import json
+from pathlib import Path
+
+import pytest
+from markdown_it import MarkdownIt
+
+from attnres.benchmarks.real_page import render, write_page
+
+
+ROOT = Path(__file__).parents[1]
+
+
+@pytest.fixture
+def results() -> dict:
+    return json.loads((ROOT / "benchmarks/real/real.json").read_text())
+
+
+def test_the_page_of_the_docs_is_made_from_the_results(results):
+    text = (ROOT / "docs/real_model.md").read_text()
+    assert render(results, "../benchmarks/real/weights.png", "results.md") == text
+    for folder in ("/home/", "/root/", "/tmp/", "/usr/", "site-packages"):
+        assert folder not in text and folder not in json.dumps(results)
+
+
+def test_every_change_is_seen(results):
+    """Of a figure of each part."""
+    text = render(results)
+    changes = [
+        ("Convert", lambda step: step["report"]["verification"]["parities"][0].update(kl_divergence=0.5)),
+        ("Revert", lambda step: step.update(different=3)),
+        ("Answers", lambda step: step["modes"]["float32"].update(equal=0)),
+        ("Evaluate", lambda step: step["rows"][0]["scores"][1].__setitem__(0, 0.99)),
+        ("Fine-tune", lambda step: step["modes"]["lora"]["losses"].append(9.0)),
+        ("Retention", lambda step: step["modes"]["full"][0]["comparisons"][0].update(difference=-0.9)),
+        ("Inspect", lambda step: step["models"][1].update(relative_entropy=0.123)),
+        ("Hub", lambda step: step.update(same_logits=False)),
+        ("Speed", lambda step: step["dtypes"]["float32"]["time"][1].update(median_ratio=7.0)),
+    ]
+    for name, change in changes:
+        changed = copy.deepcopy(results)
+        change(changed["steps"][name])
+        assert render(changed) != text, name
+
+
+def test_of_an_unfinished_run(results, tmp_path):
+    """The parts that are done, and tables that are tables."""
+    names = list(results["steps"])
+    for count in range(len(names) + 1):
+        part = {**results, "steps": {name: results["steps"][name] for name in names[:count]}}
+        (tmp_path / "real.json").write_text(json.dumps(part))
+        markdown, page = write_page(tmp_path)
+        assert "<table>" in page.read_text() and "|" not in MarkdownIt().enable("table").render(
+            markdown.read_text().replace("||", "")
+        )
+    with pytest.raises(ValueError, match="holds no real.json"):
+        write_page(tmp_path / "nowhere")
+
+
+def test_answers_to_humaneval():
+    """What is said of all 164 problems is of the answers that lie beside it."""
+    first, *answers = map(json.loads, (ROOT / "benchmarks/real/humaneval_base.jsonl").read_text().splitlines())
+    assert len(answers) == first["documents"] == 164 and len({row["doc_id"] for row in answers}) == 164
+    assert first["passed"] == sum(row["score"] for row in answers)
+    assert all(row["answer"].strip() for row in answers)
+    compared = json.loads((ROOT / "benchmarks/real/humaneval.json").read_text())
+    assert compared["problems"] == 164 and compared["passed_by_base"] == first["passed"]
+    assert 0 < compared["written_by_base"] <= compared["tokens"]

@@ -1,0 +1,165 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnres serve`: real server processes, asked over loopback, and how they end."""
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+
+import openai
+import pytest
+import torch
+from decoder_configs import decoder_config
+from tiny_models import convert, randomize_queries, tiny_base_model
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from typer.testing import CliRunner
+
+from attnres.benchmarks.serving import Request, Server, compare, make_requests, send_all, table_of
+from attnres.cli import app
+from attnres.conversion.parity import read_sample
+from attnres.demo import train_tokenizer
+
+
+TEMPLATE = "{% for message in messages %}{{ message['role'] }}: {{ message['content'] }}\n{% endfor %}assistant:"
+BATCHED = ["--continuous-batching", "--device", "cpu", "--cb-num-blocks", "64", "--cb-max-batch-tokens", "128"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("serving")
+    tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
+    tokenizer.chat_template = TEMPLATE
+    base = tiny_base_model("qwen3", vocab_size=len(tokenizer))
+    for name, model in (("base", base), ("attnres", randomize_queries(convert(base, 3)))):
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+def serve(folder, options):
+    return Server(str(folder / "attnres"), "transformers", options, folder / "log")
+
+
+@pytest.mark.parametrize(
+    "options", [pytest.param(["--device", "cpu"], marks=pytest.mark.slow), BATCHED], ids=["by request", "batched"]
+)
+def test_answers_are_those_of_generate(folder, options):
+    """Of many clients at once, some of which go away, and of OpenAI's own client."""
+    model = str(folder / "attnres")
+    with serve(folder, options) as server:
+        requests = make_requests(22, too_long="the " * 600)
+        asyncio.run(send_all(server.url, model, requests))
+        assert all(request.status == 422 for request in requests if request.kind == "no_json")
+        finished = [request for request in requests if request.kind in ("answer", "stream")]
+        assert [request.status for request in finished] == [200] * len(finished)
+        compared = compare(model, finished)
+        assert all(parting["margin"] < 1e-4 for parting in compared["partings"]) and compared["equal"] > 10
+
+        client = openai.OpenAI(base_url=f"{server.url}/v1", api_key="none")
+        messages = [{"role": "user", "content": "What is gravity?"}]
+        asked = {"model": model, "messages": messages, "max_tokens": 12, "temperature": 0}
+        text = client.chat.completions.create(**asked).choices[0].message.content
+        parts = client.chat.completions.create(**asked, stream=True)
+        assert "".join(part.choices[0].delta.content or "" for part in parts) == text
+        prompt = AutoTokenizer.from_pretrained(model).apply_chat_template(messages, tokenize=False)
+        as_prompt = Request(0, "answer", prompt, 12, text=text)
+        compared = compare(model, [as_prompt])
+        assert compared["equal"] or compared["partings"][0]["margin"] < 1e-4
+        assert client.models.list().object == "list"
+        assert server.end(signal.SIGTERM) < 30
+    assert "Traceback" not in (folder / "log").read_text()
+
+
+@pytest.mark.slow
+def test_several_models(folder):
+    """Without a model, the server loads what a request names."""
+    with Server(
+        str(folder / "attnres"), "transformers", ["--device", "cpu"], folder / "several", preload=False
+    ) as server:
+        for name in ("base", "attnres", "base"):
+            (request,) = make_requests(1)
+            asyncio.run(send_all(server.url, str(folder / name), [request]))
+            assert compare(str(folder / name), [request])["equal"] == 1
+
+
+def test_what_cannot_be_served(folder, tmp_path):
+    def error_of(*arguments):
+        environment = {**os.environ, "COLUMNS": "200", "HF_HUB_OFFLINE": "1"}
+        command = [sys.executable, "-m", "attnres", "serve", *map(str, arguments)]
+        run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=120)
+        assert run.returncode in (1, 2) and "Traceback" not in run.stderr, run.stderr
+        return run.stderr
+
+    (tmp_path / "empty").mkdir()
+    assert "`/nowhere` is not a checkpoint" in error_of("/nowhere")
+    assert f"`{tmp_path / 'empty'}` is not a checkpoint" in error_of(tmp_path / "empty")
+    (tmp_path / "adapter").mkdir()
+    (tmp_path / "adapter/adapter_config.json").write_text("{}")
+    assert "is an adapter" in error_of(tmp_path / "adapter")
+    assert "No such option" in error_of(folder / "attnres", "--no-such-option")
+    assert "vllm is not installed: pip install 'attnres[vllm]'" in error_of(folder / "attnres", "--engine", "vllm")
+    assert "name it" in error_of("--engine", "vllm")
+    assert "--engine" in error_of(folder / "attnres", "--engine", "sglang")
+
+
+def test_an_option_before_the_model(monkeypatch):
+    """Whose parser is asked decides what is a model."""
+    seen = []
+    monkeypatch.setattr("attnres.serving.server.serve_with_transformers", lambda *args: seen.append(args))
+    for line in (["model", "--port", "1"], ["--port", "1", "model"], ["--port", "1"], []):
+        assert CliRunner().invoke(app, ["serve", *line]).exit_code == 0
+    assert seen == [("model", ["--port", "1"]), (None, ["--port", "1", "model"]), (None, ["--port", "1"]), (None, [])]
+
+
+def test_vllm_is_given_what_follows(monkeypatch, tmp_path):
+    """The process becomes vLLM's own server."""
+    from attnres.serving import server
+
+    (tmp_path / "config.json").write_text("{}")
+    monkeypatch.setattr(server.importlib.util, "find_spec", lambda name: name)
+    seen = []
+    monkeypatch.setattr(os, "execv", lambda path, arguments: seen.append(arguments[1:]))
+    arguments = ["serve", str(tmp_path), "--engine", "vllm", "--tensor-parallel-size", "2"]
+    assert CliRunner().invoke(app, arguments).exit_code == 0
+    module = "vllm.entrypoints.openai.api_server"
+    assert seen == [["-m", module, "--model", str(tmp_path), "--tensor-parallel-size", "2"]]
+
+
+def test_the_table_is_of_its_results(tmp_path):
+    round_of = {"requests": 22, "finished": 16, "wanted": 16, "requests_per_second": 2.0, "p95_s": 3.0}
+    found = {
+        "rounds": {"attnres": [round_of] * 3, "base": [{**round_of, "p95_s": 2.0}] * 3},
+        "attnres_answers": {"equal": 15, "compared": 16, "partings": [{"margin": 2e-5}]},
+        "base_answers": {"equal": 16, "compared": 16, "partings": []},
+        "killed": {"answered_before": 3, "lost": 13, "told": {"ReadError": 13}},
+    }
+    (tmp_path / "transformers.json").write_text(json.dumps(found))
+    lines = table_of(tmp_path).splitlines()
+    assert "| requests per second, of the base's | 1.00 (1.00 to 1.00) | not run |" in lines
+    assert "| 95th percentile of the time, of the base's | 1.50 (1.50 to 1.50) | not run |" in lines
+    assert (
+        "| equal to `generate` | 15 of 16; others part where two logits differ by at most 0.0000 | not run |" in lines
+    )
+
+
+@torch.no_grad()
+def test_the_code_of_the_bases_head_makes_the_logits():
+    """What vLLM's plugin does with the logits of a head that has computed already."""
+    from attnres.serving.logits import HeadOfBase
+
+    settings = {
+        "gemma3_text": {"final_logit_softcapping": 2.0},
+        "granite": {"logits_scaling": 3.0},
+        "cohere": {},
+        "minicpm3": {"dim_model_base": 8},  # scales what the head is given
+        "llama": {},
+    }
+    for family, fields in settings.items():
+        model = convert(AutoModelForCausalLM.from_config(decoder_config(family, **fields)), 3)
+        ids = torch.randint(3, 97, (1, 7))
+        outputs = model(ids, output_hidden_states=True)
+        hidden = model.model(ids).last_hidden_state[0]
+        assert HeadOfBase(model.config, model.lm_head)(hidden).equal(outputs.logits[0])
+        assert HeadOfBase(model.config, lambda hidden: None)(hidden) is None
