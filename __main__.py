@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the `attnres` script runs: the program, quiet when it is interrupted, be it while packages are imported."""
 
+import _imp
 import os
 import signal
 import sys
@@ -8,15 +9,44 @@ import threading
 import time
 
 
+def is_initialising_extension(frame) -> bool:
+    """Whether Python code is run by a module in C that is being imported: it may not survive an exception.
+
+    nanobind, which Triton is bound by, ends the process with a core dump.
+    """
+    while frame is not None:
+        if frame.f_code.co_name == "_call_with_frames_removed":  # of importlib, around what it calls
+            if frame.f_locals["f"] in (_imp.create_dynamic, _imp.exec_dynamic):
+                return True
+        frame = frame.f_back
+    return False
+
+
 def main():
     """Run the program. After SIGINT it ends with one line and exit code 130, whatever became of the exception."""
     interrupted = -1.0  # when, in seconds
     ending = False
+    waiting = False
+
+    def interrupt_again():
+        nonlocal waiting
+        waiting = False
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def interrupt_later():
+        nonlocal waiting
+        if not waiting:
+            waiting = True
+            threading.Timer(0.05, interrupt_again).start()
 
     def interrupt(number, frame):
         nonlocal interrupted
         again = interrupted >= 0 and time.monotonic() < interrupted + 1  # a key held down is pressed once
-        if not (ending or again):
+        if ending or again:
+            return
+        if is_initialising_extension(frame):
+            interrupt_later()
+        else:
             interrupted = time.monotonic()
             raise KeyboardInterrupt
 
@@ -26,7 +56,7 @@ def main():
             return
         if issubclass(event.exc_type, KeyboardInterrupt):  # lost in a destructor or the like: once more, a bit later
             interrupted = 0.0
-            threading.Timer(0.05, os.kill, (os.getpid(), signal.SIGINT)).start()
+            interrupt_later()
         else:
             sys.__unraisablehook__(event)
 

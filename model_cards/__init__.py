@@ -42,8 +42,8 @@ PIPELINE_TAGS = {
 INHERITED = ("license", "license_name", "license_link", "language")
 # What a checkpoint that carries its code consists of, see `modeling_attnres.REMOTE_CODE_AUTO_MAP`
 CODE_FILES = (
-    *("configuration_attnres.py", "depth_attention.py", "depth_backends.py", "depth_probe.py"),
-    *("depth_reads.py", "depth_stream.py", "generation_attnres.py", "modeling_attnres.py"),
+    *("configuration_attnres.py", "depth_attention.py", "depth_backends.py", "depth_pipeline.py"),
+    *("depth_probe.py", "depth_reads.py", "depth_stream.py", "generation_attnres.py", "modeling_attnres.py"),
 )
 
 

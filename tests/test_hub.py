@@ -19,8 +19,9 @@ from tiny_gguf import write_gguf
 from tiny_models import WITHOUT_PACKAGE, mostly_slow, randomize_queries, tiny_base_model
 from tiny_models import convert as convert_in_memory
 from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_relative_import_files
 
-from attnres import __version__
+from attnres import __version__, modeling_attnres
 from attnres.conversion import convert, revert
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
@@ -104,6 +105,13 @@ def assert_loads_without_package(hub, repo_id, local, tmp_path):
         assert torch.equal(model.model(results["input_ids"])[0], results["AutoModel"])
     generated = model.generate(results["input_ids"], max_new_tokens=6, do_sample=False)
     assert torch.equal(generated, results["generated"])
+
+
+def test_the_code_is_whole():
+    """What transformers follows the imports of a checkpoint's code to is what goes with the checkpoint."""
+    modeling = Path(modeling_attnres.__file__)
+    imported = map(Path, get_relative_import_files(str(modeling)))
+    assert {modeling.name, *(path.name for path in imported)} == CODE
 
 
 @pytest.mark.slow
@@ -432,7 +440,7 @@ def test_self_contained(hub, checkpoint, tmp_path):
     """Saved with the package, saved without it, in other blocks: the code stays. Its base does not have it."""
     folder = tmp_path / "self-contained"
     printed = attnres(hub, "convert", tmp_path / "base", folder, "--self-contained", "--no-verify")
-    assert "programs without attnres, such as vLLM, need --trust-remote-code." in printed
+    assert "what does not import attnres needs `trust_remote_code`." in printed
     python(hub, SAVE_AGAIN, folder, tmp_path / "saved")
     convert(folder, tmp_path / "blocks", full=True, verify=False)
     for name in ("self-contained", "saved", "blocks"):
@@ -453,6 +461,7 @@ from peft import get_peft_model
 import attnres, torch
 from attnres.training import lora_config
 from transformers import AutoModelForCausalLM
+from transformers.dynamic_module_utils import get_relative_import_files
 model = AutoModelForCausalLM.from_pretrained("tester/my-model")
 adapted = get_peft_model(model, lora_config(r=2)).eval()
 with torch.no_grad():

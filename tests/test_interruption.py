@@ -148,6 +148,35 @@ def test_signal_after_signal(tmp_path):
     assert end(process)[0] == 130
 
 
+IN_EXTENSION = """
+import enum, os, signal, sys, types
+from attnres.__main__ import main
+made = enum.EnumType._create_
+def create(*args, **kwargs):
+    enum.EnumType._create_ = made
+    print("interrupted", flush=True)
+    os.kill(os.getpid(), signal.SIGINT)
+    return made(*args, **kwargs)
+def run():
+    enum.EnumType._create_ = create  # what nanobind makes the enums of a module with
+    import triton._C.libtriton
+    while True:
+        pass
+sys.modules["attnres.cli"] = types.SimpleNamespace(main=run)
+main()
+"""
+
+
+def test_signal_in_a_module_in_c(tmp_path):
+    """Raised there, an exception would end the process with a core dump: it waits until the module is imported."""
+    pytest.importorskip("triton")
+    process = subprocess.Popen(
+        [sys.executable, "-c", IN_EXTENSION], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    code, output = end(process)
+    assert (code, output) == (130, "interrupted\n")
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("command", ["convert", "inspect", "bench", "revert"])
 def test_random_moments(command, models, tmp_path):
