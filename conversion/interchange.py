@@ -99,7 +99,7 @@ def import_checkpoint(source: str | Path, destination: str | Path, *, revision: 
     with config_errors_explained(str(source)):
         config = read_config(checkpoint)
 
-    names = query_names(naming, config.num_hidden_layers)
+    names = query_names(naming, checkpoint, config)
     missing = [name for pair in names for name in pair if name not in checkpoint.weight_map]
     if missing:
         raise ValueError(f"`{source}` lacks {len(missing)} tensors of depth attention, among them `{missing[0]}`.")
@@ -178,7 +178,7 @@ def export_checkpoint(
     own_names = [checkpoint.prefix + name for name in QUERY_NAMES]
     query, key_norm = checkpoint.tensors(own_names).values()
     add = {}
-    for names, weight, norm in zip(query_names(naming, config.num_hidden_layers), query, key_norm):
+    for names, weight, norm in zip(query_names(naming, checkpoint, config), query, key_norm, strict=True):
         add |= dict(zip(names, (in_dtype_if_exact(weight, config.dtype)[None], in_dtype_if_exact(norm, config.dtype))))
 
     def rename(name: str) -> str | None:
@@ -200,10 +200,26 @@ def export_checkpoint(
     )
 
 
-def query_names(naming: str, num_layers: int) -> list[tuple[str, str]]:
-    """Names of the query and the key norm of every site, in the order of depth."""
+def query_names(naming: str, checkpoint: Checkpoint, config: AttnResConfig) -> list[tuple[str, str]]:
+    """Names of the query and the key norm of every site, in the order of depth.
+
+    Raises:
+        ValueError: if the layers are not `model.layers`, or do not read twice each.
+    """
+    base = config.base_model_type
+    others = sorted({*config.sublayers_per_layer()} - {2})
+    if others:
+        raise ValueError(
+            f"`{checkpoint.name}` cannot be exchanged: {naming} has two queries a layer, and layers of `{base}` read"
+            f" {' or '.join(map(str, others))} times."
+        )
+    if not any(name.startswith("model.layers.") for name in checkpoint.weight_map):
+        raise ValueError(
+            f"`{checkpoint.name}` cannot be exchanged: {naming} has queries in `model.layers`, and `{base}` names its"
+            " layers otherwise."
+        )
     attention, mlp, final = SITE_NAMES[naming]
-    sites = [f"model.layers.{i}.{name}" for i in range(num_layers) for name in (attention, mlp)]
+    sites = [f"model.layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in (attention, mlp)]
     return [(f"{site}_proj.weight", f"{site}_norm.weight") for site in [*sites, f"model.{final}"]]
 
 

@@ -79,7 +79,7 @@ def run_benchmark(benchmark: Benchmark, tasks: list, lm: CachedLM, options: Eval
             have = sorted({(name, sample["filter"]) for sample in task_samples for name in sample["metrics"]})
             raise ValueError(f"`{task_name}` gives no `{metric}` with filter `{filter_name}`; it gives {have}.")
         for sample in sorted(chosen, key=lambda sample: sample["doc_id"]):
-            samples.append(_sample(task_name, sample, metric, cut_off.get((task_name, sample["doc_id"]))))
+            samples.append(sample_record(task_name, sample, metric, cut_off.get((task_name, sample["doc_id"]))))
     return Finished(
         samples=samples,
         metric=metric,
@@ -114,7 +114,8 @@ def _is_cut_off(instance: Instance, lm: CachedLM) -> bool | None:
     return any(len(lm.tok_encode(response)) >= limit for response in instance.resps)
 
 
-def _sample(task: str, sample: dict[str, Any], metric: str, cut_off: bool | None) -> dict[str, Any]:
+def sample_record(task: str, sample: dict[str, Any], metric: str, cut_off: bool | None) -> dict[str, Any]:
+    """What is kept of an answered document: a score, hashes that pair it with other models', and its texts."""
     score, units = sample[metric], None
     if isinstance(score, (tuple, list)):
         # A perplexity: log-likelihood of the document, and its words or bytes. Its inverse is a score like the others

@@ -27,7 +27,7 @@ from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.eval import EvalModel, EvalOptions, evaluate, evaluation_environment, load_suite
 from attnres.eval.benchmarks import Benchmark, Unavailable, in_sandbox, load_tasks, task_manager
-from attnres.eval.harness import _sample
+from attnres.eval.harness import sample_record
 from attnres.eval.models import load_model
 from attnres.eval.report import answer_warnings, rebuild
 from attnres.eval.sandbox import NoSandbox, Wall, reason_against
@@ -870,7 +870,7 @@ def test_perplexities_become_scores():
     """The inverse, by document: lm-eval gives the log-likelihood and the number of bytes."""
     hashes = dict.fromkeys(("doc_hash", "prompt_hash", "target_hash"), "")
     sample = {"doc_id": 0, "target": "x", "resps": [], "filtered_resps": [], "byte_perplexity": (-20.0, 10), **hashes}
-    assert _sample("task", sample, "byte_perplexity", None)["score"] == pytest.approx(np.exp(-2))
+    assert sample_record("task", sample, "byte_perplexity", None)["score"] == pytest.approx(np.exp(-2))
 
 
 def test_empty_answers_are_told():
@@ -878,9 +878,9 @@ def test_empty_answers_are_told():
     hashes = dict.fromkeys(("doc_hash", "prompt_hash", "target_hash"), "")
     texts = ("", " \n\t", "a", " b")
     samples = [{"doc_id": 0, "target": "x", "resps": [[t]], "filtered_resps": [t], "m": 0.0, **hashes} for t in texts]
-    assert [_sample("task", sample, "m", False)["empty"] for sample in samples] == [True, True, False, False]
+    assert [sample_record("task", sample, "m", False)["empty"] for sample in samples] == [True, True, False, False]
     chosen = {**samples[0], "resps": [[(-1.0, True)], [(-2.0, False)]]}
-    assert _sample("task", chosen, "m", None)["empty"] is None
+    assert sample_record("task", chosen, "m", None)["empty"] is None
     row = {"benchmark": {"name": "T"}, "num_documents": 4, "cut_off": [0, 0], "empty": [2, 0], "generation": {}}
     results = {"models": [{"name": "a"}, {"name": "b"}], "rows": [row, {**row, "empty": [None, None]}]}
     assert answer_warnings(results) == [

@@ -369,6 +369,22 @@ def test_what_cannot_be_exported(family, block_size, naming, kwargs, message, tm
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attnres"]
 
 
+@pytest.mark.parametrize(
+    "model_type, message",
+    [
+        ("codegen", "kimi has two queries a layer, and layers of `codegen` read 1 times"),
+        ("gpt_neox", "kimi has queries in `model.layers`, and `gpt_neox` names its layers otherwise"),
+    ],
+)
+def test_layers_that_the_namings_do_not_have(model_type, message, tmp_path):
+    config = AttnResConfig.from_base_config(decoder_config(model_type), block_size=2)
+    config.attn_res_norm_eps = norm_eps(config)
+    AttnResForCausalLM(config).save_pretrained(tmp_path / "attnres")
+    with pytest.raises(ValueError, match=message):
+        export_checkpoint(tmp_path / "attnres", tmp_path / "out", "kimi")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["attnres"]
+
+
 def test_epsilons_that_cannot_be_expressed(tmp_path):
     convert(tiny_base_model("llama", rms_norm_eps=1e-5), 2).save_pretrained(tmp_path / "attnres")
     with pytest.raises(

@@ -3,25 +3,33 @@
 
 Not a test that pytest runs: it needs an environment of its own, which `make test-serving` makes.
 
-    python tests/vllm_greedy.py llama qwen3 qwen3_moe [--tensor-parallel 2] [--pipeline-parallel 2] [--remote-code]
+    python tests/vllm_greedy.py llama qwen3 qwen3_moe [--tensor-parallel 2] [--pipeline-parallel 2] [--lora]
 
 For each base the base itself and the AttnRes model on it, with random queries, run eagerly and compiled, each in an
-engine of its own: a minute or two for each. All prompts are generated together, and the first one again alone. Both
-are compared with what transformers computes of the same tokens: which token is the likeliest, and the
-log-probabilities of the whole vocabulary. vLLM knows the models by its plugin, or by the code that they carry. Then
+engine of its own: a minute or two for each. All prompts are generated together, and the first and the last again
+alone, the last from what is cached of its prefix. All are compared with what transformers computes of the same tokens:
+which token is the likeliest, and the log-probabilities of the whole vocabulary. vLLM knows the models by its plugin, or by the code that they carry. Then
 its processes do not import `attnres`.
+
+    python tests/vllm_greedy.py --survey RESULTS.json [types]
+
+For every type whose base has attention that engines can replace, the AttnRes model, eagerly; where it fails, the base
+as well. Results are written one by one, and a survey that was stopped goes on. `tests/families_page.py` reads them.
 """
 
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 
-PROMPTS = ["def main():", "import os\n\nclass Reader:\n    def read(self", "The"]
+# Longer than a step of the engine and than one of its cache blocks: read in chunks, and found again where it is shared
+LONG = "import os\n\nclass Reader:\n    def read(self, size=-1):\n        return os.read(self.fd, size)\n" * 4
+PROMPTS = ["def main():", "import os\n\nclass Reader:\n    def read(self", "The", f"{LONG}def a", f"{LONG}def b"]
 NUM_TOKENS = 24
 # A head size that vLLM has, and no window, which would be shorter than one of its blocks
 SIZES = {
@@ -29,7 +37,7 @@ SIZES = {
     "intermediate_size": 192,
     "head_dim": 32,
     "max_position_embeddings": 256,
-    "sliding_window": 64,
+    "sliding_window": 256,
 }
 SETTINGS = {
     "qwen3": {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 4},
@@ -39,41 +47,52 @@ SETTINGS = {
 }
 
 
-def make(family: str, folder: Path, remote_code: bool):
-    """Save a base and the AttnRes model on it, and a tokenizer for both."""
-    import torch
+def make(family: str, folder: Path, options: dict):
+    """Save a base and the AttnRes model on it, a tokenizer, and adapters with random weights for both if asked for."""
     from decoder_configs import decoder_config
-    from tiny_models import convert, randomize_queries
-    from transformers import AutoModelForCausalLM
+    from family_survey import converted, native_model
+    from peft import LoraConfig, get_peft_model
+    from tiny_models import randomize_queries
 
     from attnres.demo import train_tokenizer
     from attnres.modeling_attnres import REMOTE_CODE_AUTO_MAP
 
     tokenizer = train_tokenizer([Path(os.__file__).read_text()], vocab_size=512)
-    torch.manual_seed(0)
     settings = {"vocab_size": len(tokenizer), "bos_token_id": 0, **SIZES, **SETTINGS.get(family, {})}
-    base = AutoModelForCausalLM.from_config(decoder_config(family, **settings)).eval()
-    model = randomize_queries(convert(base, block_size=3))
-    if remote_code:
+    base = native_model(decoder_config(family, **settings))
+    model = converted(base, block_size=3)
+    randomize_queries(model.base_model)
+    if options["remote_code"]:
         model.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
     for name, saved in ((family, base), (f"attnres-{family}", model)):
         saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+        if options["lora"]:
+            lora = LoraConfig(r=8, lora_alpha=16, target_modules=["q_proj", "o_proj"], init_lora_weights=False)
+            get_peft_model(saved, lora).save_pretrained(folder / f"{name}-lora")
 
 
 def generate(model: str, output: str, mode: str, options: str):
     """Write prompts, tokens and log-probabilities of the engine to a file. Runs in a process of its own."""
     from vllm import LLM, SamplingParams
+    from vllm.lora.request import LoRARequest
 
-    limits = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 256, "max_logprobs": -1}
+    limits = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_logprobs": -1}
+    limits |= {"enable_prefix_caching": True, "enable_chunked_prefill": True}
     options = json.loads(options)
-    remote_code = options.pop("remote_code")
+    remote_code, lora = options.pop("remote_code"), options.pop("lora")
     if remote_code or not Path(model).name.startswith("attnres"):
         options |= {"model_impl": "transformers", "trust_remote_code": True}
+    if lora:
+        options |= {"enable_lora": True, "max_lora_rank": 8}
     engine = LLM(model, dtype="float32", enforce_eager=mode == "eager", **options, **limits)
     params = SamplingParams(temperature=0, max_tokens=NUM_TOKENS, ignore_eos=True, logprobs=-1)
+    adapter = LoRARequest("adapter", 1, f"{model}-lora") if lora else None
     results = []
-    for request in engine.generate(PROMPTS, params) + engine.generate(PROMPTS[:1], params):
+    answers = engine.generate(PROMPTS, params, lora_request=adapter)
+    answers += engine.generate([PROMPTS[0], PROMPTS[-1]], params, lora_request=adapter)
+    assert answers[-1].num_cached_tokens or mode != "eager", "nothing of the prefix was found in the cache"
+    for request in answers:
         (generated,) = request.outputs
         logprobs = [[of_step[token].logprob for token in range(len(of_step))] for of_step in generated.logprobs]
         results.append((list(request.prompt_token_ids), list(generated.token_ids), logprobs))
@@ -81,14 +100,17 @@ def generate(model: str, output: str, mode: str, options: str):
     assert not remote_code or "attnres" not in sys.modules
 
 
-def compare(model: Path, results: list) -> tuple[int, int, float]:
+def compare(folder: Path, results: list, lora: bool) -> tuple[int, int, float]:
     """How many tokens are the likeliest, of how many, and the largest difference of a log-probability."""
     import torch
+    from peft import PeftModel
     from transformers import AutoModelForCausalLM
 
     import attnres  # noqa: F401
 
-    model = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    if lora:
+        model = PeftModel.from_pretrained(model, f"{folder}-lora").eval()
     equal, total, difference = 0, 0, 0.0
     for prompt, tokens, logprobs in results:
         with torch.no_grad():
@@ -101,36 +123,90 @@ def compare(model: Path, results: list) -> tuple[int, int, float]:
 
 def main():
     parser = argparse.ArgumentParser()
-    parser.add_argument("families", nargs="*", default=["llama", "qwen3", "qwen3_moe"])
+    parser.add_argument("families", nargs="*")
+    parser.add_argument("--survey", type=Path, metavar="RESULTS.json")
     parser.add_argument("--tensor-parallel", type=int, default=1, help="ranks")
     parser.add_argument("--pipeline-parallel", type=int, default=1, help="stages")
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
     parser.add_argument("--remote-code", action="store_true", help="in place of the plugin")
+    parser.add_argument("--lora", action="store_true", help="with a LoRA adapter")
     parser.add_argument("--without-base", action="store_true", help="leave out the base itself")
     args = parser.parse_args()
-    settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
     options = {"tensor_parallel_size": args.tensor_parallel, "pipeline_parallel_size": args.pipeline_parallel}
-    if max(options.values()) > 1:
-        settings["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
-    if args.remote_code:
-        settings["VLLM_PLUGINS"] = ""
-    options["remote_code"] = args.remote_code
+    options |= {"remote_code": args.remote_code, "lora": args.lora}
+    if args.survey:
+        survey(args.survey, args.families or types_for_engines(), options)
+        return
     print("| model | mode | likeliest tokens | log-probabilities off by |\n|---|---|---|---|", flush=True)
-    with tempfile.TemporaryDirectory() as folder:
-        settings |= {"HF_HOME": f"{folder}/huggingface", "VLLM_CACHE_ROOT": f"{folder}/vllm"}
-        for family in args.families:
-            make(family, Path(folder), args.remote_code)
-            for model in (Path(folder, family), Path(folder, f"attnres-{family}"))[args.without_base :]:
+    for family in args.families or ["llama", "qwen3", "qwen3_moe"]:
+        with tempfile.TemporaryDirectory() as folder:
+            make(family, Path(folder), options)
+            for model in (family, f"attnres-{family}")[args.without_base :]:
                 for mode in args.modes:
-                    command = [sys.executable, __file__, "--generate", model, f"{folder}/results", mode]
-                    command.append(json.dumps(options))
-                    run = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
-                    if run.returncode:
-                        raise SystemExit(run.stdout[-30000:] + run.stderr[-8000:])
-                    equal, total, difference = compare(model, json.loads(Path(folder, "results").read_text()))
-                    print(f"| {model.name} | {mode} | {equal} of {total} | {difference:.1e} |", flush=True)
+                    try:
+                        equal, total, difference = measure(Path(folder, model), mode, options)
+                    except EngineError as error:
+                        raise SystemExit(str(error)) from None
+                    print(f"| {model} | {mode} | {equal} of {total} | {difference:.1e} |", flush=True)
                     if equal < total:
-                        raise SystemExit(f"vLLM and transformers have other tokens for {model.name}.")
+                        raise SystemExit(f"vLLM and transformers have other tokens for {model}.")
+
+
+def measure(model: Path, mode: str, options: dict) -> tuple[int, int, float]:
+    """What `compare` says of an engine in a process of its own, whose files lie beside the model.
+
+    Raises:
+        EngineError: with what it printed, if it fails.
+    """
+    folder = model.parent
+    settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
+    settings |= {"HF_HOME": f"{folder}/huggingface", "VLLM_CACHE_ROOT": f"{folder}/vllm"}
+    if max(options["tensor_parallel_size"], options["pipeline_parallel_size"]) > 1:
+        settings["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
+    if options["remote_code"]:
+        settings["VLLM_PLUGINS"] = ""
+    command = [sys.executable, __file__, "--generate", model, f"{folder}/results", mode, json.dumps(options)]
+    run = subprocess.run(command, env={**os.environ, **settings}, capture_output=True, text=True)
+    if run.returncode:
+        raise EngineError(run.stdout[-30000:] + run.stderr[-8000:])
+    return compare(model, json.loads(Path(folder, "results").read_text()), options["lora"])
+
+
+class EngineError(Exception):
+    def reason(self) -> str:
+        """The first error that the engine's own process told of, without where."""
+        errors = re.findall(r"^(?:.*\] )?((?:\w+\.)*\w*(?:Error|Exception): .+)$", str(self), re.M)
+        return errors[0] if errors else str(self).strip().splitlines()[-1]
+
+
+def types_for_engines() -> list[str]:
+    found = json.loads((Path(__file__).parents[1] / "families.json").read_text())["supported"]
+    return [name for name, measured in found.items() if measured["engines"]]
+
+
+def survey(results: Path, families: list[str], options: dict):
+    found = json.loads(results.read_text()) if results.exists() else {}
+    for family in families:
+        if family in found:
+            continue
+        found[family] = {}
+        with tempfile.TemporaryDirectory() as folder:
+            try:
+                make(family, Path(folder), options)
+            except Exception as error:
+                found[family]["made"] = f"{type(error).__name__}: {error}"
+            else:
+                for model in (f"attnres-{family}", family):
+                    try:
+                        equal, total, difference = measure(Path(folder, model), "eager", options)
+                    except EngineError as error:
+                        found[family][model] = error.reason()
+                        continue
+                    found[family][model] = {"equal": equal, "total": total, "difference": difference}
+                    if equal == total and difference < 1e-3:
+                        break
+        results.write_text(json.dumps(found, indent=1))
+        print(family, found[family], flush=True)
 
 
 if __name__ == "__main__":
