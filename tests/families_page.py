@@ -1,9 +1,15 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`families.json` and `docs/families.md`, from what was measured: `python tests/families_page.py RESULTS.json`."""
+"""`families.json` and `docs/families.md`, from what was measured.
 
+    python tests/families_page.py [--survey A.json] [--commands B.json] [--vllm C.json]
+
+The files are those of `family_survey.py`, `family_commands.py` and `vllm_greedy.py --survey`. What is not given stays
+as it was recorded.
+"""
+
+import argparse
 import json
 import re
-import sys
 from pathlib import Path
 
 import transformers
@@ -20,7 +26,7 @@ This page lists every type that transformers {version} has a causal language mod
 writes to it.
 
 The figures were made with a tiny model of each type with random weights, in fp64 where it runs in that ({fp32} do
-not): `python tests/family_survey.py RESULTS.json` and `python tests/families_page.py RESULTS.json`. These are the
+not): `python tests/family_survey.py A.json` and `python tests/families_page.py --survey A.json`. These are the
 relative differences of logits, the largest of all supported types in fp64, of blocks of 1, 2 and 3 sublayers:
 
 | | largest difference |
@@ -56,6 +62,26 @@ Where *cached* or *padded* differ by more than rounding, they do so in the base 
 packing | compile | TP | checkpointing | engines |
 |---|---|---|---|---|---|---|---|---|---|---|---|---|---|
 """
+COMMANDS_HEAD = """
+
+## Through the commands and in vLLM
+
+A tiny checkpoint of each type with random weights went through the commands (`python tests/family_commands.py
+B.json`), and through vLLM where the base has attention that engines can replace (`python tests/vllm_greedy.py --survey
+C.json`, vLLM 0.32.0 on a CPU, transformers 5.19, eager, fp32, random queries).
+
+| column | what it says |
+|---|---|
+| evaluation | `attnres eval`: conversion and base have the same scores |
+| fine-tuning | `attnres finetune`: two steps of `queries`, `lora` and `full`; losses are finite and the queries move |
+| inspection | `attnres inspect`: measured and drawn |
+| Kimi's naming, fla | `attnres export` and `attnres import`: the same logits there and back |
+| vLLM | all greedy tokens are the likeliest by transformers, and how far log-probabilities are off |
+
+| type | evaluation | fine-tuning | inspection | Kimi's naming | fla | vLLM |
+|---|---|---|---|---|---|---|
+"""
+COMMANDS = ("evaluation", "fine-tuning", "inspection", "exchange, kimi", "exchange, fla")
 FLAGS = {
     "tp": "tp_plan",
     "checkpointing": "checkpointing",
@@ -95,6 +121,29 @@ def record(results: dict) -> dict:
     }
 
 
+def record_commands(supported: dict, results: dict):
+    """Add what `family_commands.py` found of the types: by command, `None` if it works, or why not."""
+    for name, found in results.items():
+        modes = [why for command, why in found.items() if command.startswith("fine-tuning") and why]
+        supported[name]["commands"] = {
+            command: modes[0] if command == "fine-tuning" and modes else found.get(command) for command in COMMANDS
+        }
+
+
+def record_vllm(supported: dict, results: dict):
+    """Add what vLLM computes of the types: how far log-probabilities are off, or why there are none."""
+    for name, found in results.items():
+        ours, base = found.get(f"attnres-{name}", found.get("made")), found.get(name)
+        if isinstance(ours, dict) and ours["equal"] == ours["total"]:
+            supported[name]["vllm"] = rounded(ours["difference"])
+        elif isinstance(ours, dict):
+            supported[name]["vllm"] = f"{ours['total'] - ours['equal']} of {ours['total']} tokens are others" + (
+                f"; of the base {base['total'] - base['equal']}" if isinstance(base, dict) else "; the base fails"
+            )
+        else:
+            supported[name]["vllm"] = ours + ("" if isinstance(base, dict) else " (so does the base)")
+
+
 def rounded(value):
     return float(f"{value:.0e}") if isinstance(value, float) else None
 
@@ -114,6 +163,28 @@ def row(name: str, found: dict) -> str:
         *("yes" if found[key] else "no" for key in ("packing", "compile", *FLAGS)),
     ]
     return "| " + " | ".join(cells) + " |"
+
+
+def command_rows(supported: dict) -> str:
+    """A row for each type; what does not work has a number, and its reason stands below the table."""
+    reasons: list[str] = []
+
+    def cell(value) -> str:
+        if value is None:
+            return "yes"
+        if isinstance(value, float):
+            return number(value)
+        if value not in reasons:
+            reasons.append(value)
+        return f"no ({reasons.index(value) + 1})"
+
+    rows = []
+    for name, found in supported.items():
+        if "commands" in found:
+            cells = [cell(found["commands"][command]) for command in COMMANDS]
+            cells.append(cell(found["vllm"]) if "vllm" in found else "not tried" if found["engines"] else "no engine")
+            rows.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join(rows) + "\n\n" + "\n".join(f"{number}. {why}" for number, why in enumerate(reasons, 1))
 
 
 def number(value: float | None) -> str:
@@ -136,6 +207,7 @@ def page(recorded: dict) -> str:
         **{key: number(max(found[key] for found in exact if found[key] is not None)) for key in ERRORS},
     )
     text += "\n".join(row(name, found) for name, found in supported.items())
+    text += COMMANDS_HEAD + command_rows(supported)
     for title, reasons in (("Refused", refused), ("Not decoders", others)):
         text += f"\n\n## {title}\n\n| type | why |\n|---|---|\n"
         text += "\n".join(f"| {name} | {why.replace('|', chr(92) + '|')} |" for name, why in reasons.items())
@@ -150,7 +222,22 @@ def a_line_for_each_type(recorded: dict) -> str:
     return "{\n " + ",\n ".join(sections) + "\n}\n"
 
 
-if __name__ == "__main__":
-    recorded = record(json.loads(Path(sys.argv[1]).read_text()))
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    for name in ("survey", "commands", "vllm"):
+        parser.add_argument(f"--{name}", type=lambda path: json.loads(Path(path).read_text()), default={})
+    given = parser.parse_args()
+    recorded = json.loads(RECORD.read_text())
+    if given.survey:
+        kept = recorded["supported"]
+        recorded = record(given.survey)
+        for name, found in recorded["supported"].items():
+            found |= {key: kept[name][key] for key in ("commands", "vllm") if key in kept.get(name, {})}
+    record_commands(recorded["supported"], given.commands)
+    record_vllm(recorded["supported"], given.vllm)
     RECORD.write_text(a_line_for_each_type(recorded))
     PAGE.write_text(page(recorded))
+
+
+if __name__ == "__main__":
+    main()

@@ -8,8 +8,8 @@ Not a test that pytest runs: it needs an environment of its own, which `make tes
 For each base the base itself and the AttnRes model on it, with random queries, run eagerly and compiled, each in an
 engine of its own: a minute or two for each. All prompts are generated together, and the first and the last again
 alone, the last from what is cached of its prefix. All are compared with what transformers computes of the same tokens:
-which token is the likeliest, and the log-probabilities of the whole vocabulary. vLLM knows the models by its plugin, or by the code that they carry. Then
-its processes do not import `attnres`.
+which token is the likeliest, and the log-probabilities of the whole vocabulary. vLLM knows the models by its plugin,
+or by the code that they carry. Then its processes do not import `attnres`.
 
     python tests/vllm_greedy.py --survey RESULTS.json [types]
 
