@@ -1,8 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What the reads cost in decoders of other kinds than Llama's, with random weights in the shape of small models.
 
-python benchmarks/kinds.py run       # minutes for each kind; interrupted, it goes on
-python benchmarks/kinds.py report    # the table in docs/costs.md
+    python benchmarks/kinds.py run       # minutes for each kind; interrupted, it goes on
+    python benchmarks/kinds.py report    # the table in docs/costs.md
 """
 
 import json
