@@ -3,6 +3,8 @@
 
     python benchmarks/kinds.py run       # minutes for each kind; interrupted, it goes on
     python benchmarks/kinds.py report    # the table in docs/costs.md
+
+What is measured lies in `benchmarks/kinds`, kind by kind.
 """
 
 import json
