@@ -7,11 +7,13 @@ import shutil
 import pytest
 import torch
 import torch.nn.functional as F
+from decoder_configs import decoder_config
 from rounding import UpToRounding
 from safetensors.torch import load_file, save_file
 from tiny_models import EVERY_FAMILY, convert, mostly_slow, randomize_queries, relative_error, tiny_base_model
 from transformers import AutoModelForCausalLM
 
+from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.conversion import export_checkpoint, import_checkpoint
 from attnres.conversion.interchange import norm_eps
 
@@ -372,8 +374,8 @@ def test_what_cannot_be_exported(family, block_size, naming, kwargs, message, tm
 @pytest.mark.parametrize(
     "model_type, message",
     [
-        ("codegen", "kimi has two queries a layer, and layers of `codegen` read 1 times"),
-        ("gpt_neox", "kimi has queries in `model.layers`, and `gpt_neox` names its layers otherwise"),
+        ("phi", "kimi has two queries a layer, and layers of `phi` read 1 times"),
+        ("biogpt", "kimi has queries in `model.layers`, and `biogpt` names its layers otherwise"),
     ],
 )
 def test_layers_that_the_namings_do_not_have(model_type, message, tmp_path):
