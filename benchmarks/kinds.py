@@ -44,10 +44,6 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
             **{"num_experts": 16, "num_experts_per_tok": 4, "moe_intermediate_size": 512},
         },
     ),
-    "mamba2": (
-        "state spaces, one sublayer in a layer",
-        {**{"hidden_size": 768, "num_hidden_layers": 24, "num_heads": 24, "vocab_size": 32768}},
-    ),
 }
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -93,7 +89,11 @@ def table() -> str:
                 )
             lines.append(f"| {cells[0]} | {cells[1]} | {name} | {' | '.join(cells[2:])} |")
     of_machine = results["machine"]
-    lines += ["", f"{of_machine['processor']}, {of_machine['threads']} threads, commit {of_machine['commit']}."]
+    lines += [
+        "",
+        f"{of_machine['processor']}, {of_machine['threads']} threads, commit {of_machine['commit']},"
+        f" {results['settings']['pairs']} pairs.",
+    ]
     return "\n".join(lines) + "\n"
 
 
