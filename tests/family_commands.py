@@ -74,11 +74,12 @@ def evaluated(folder: Path) -> str | None:
 
 
 def finetuned(folder: Path, mode: str) -> str | None:
-    (folder / "text.txt").write_text(read_sample())
+    paragraphs = [text for text in read_sample().split("\n\n") if text.strip()]
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in paragraphs * 10))
     result = finetune(
         {
             "model": str(folder / "attnres"),
-            "dataset": str(folder / "text.txt"),
+            "dataset": str(folder / "text.jsonl"),
             "output_dir": str(folder / mode),
             "mode": mode,
             "max_length": 16,
@@ -136,7 +137,8 @@ def commands(model_type: str) -> dict[str, str | None]:
         # The namings of others have no factor on a read, so without it there and back have to agree
         model.config.attn_res_scale_norm_eps = False
         torch.manual_seed(1)
-        randomize_queries(model.base_model).save_pretrained(folder / "random")
+        randomize_queries(model.base_model)
+        model.save_pretrained(folder / "random")
         AutoTokenizer.from_pretrained(folder / "base").save_pretrained(folder / "random")
         measure("evaluation", evaluated)
         for mode in MODES:
