@@ -23,7 +23,8 @@ EXCEPTIONS = dict.fromkeys(
     ("attnres", "attnres_multimodal", "inkling2", "inkling2_text"), "it is an attention-residual architecture already"
 )
 
-# What reads over depth may be like; the first is the paper's own
+# What reads over depth may be like; the first is the paper's own. New ones go to the end, and none is taken out: files
+# of adapters hold the places
 READS = {
     "attn_res_query": ("learned", "input", "hybrid"),
     "attn_res_weights": ("softmax", "sigmoid", "softmax1"),

@@ -64,9 +64,10 @@ class Softmax:
     merge = staticmethod(torch.lerp)
 
     @staticmethod
-    def merged(product: torch.Tensor, length: torch.Tensor, negative_lse: Any) -> torch.Tensor | None:
+    def next_state(product: torch.Tensor, length: torch.Tensor, negative_lse: Any) -> torch.Tensor | None:
         """What the weight of a further source has to know after that of this one."""
-        return negative_lse - F.softplus(torch.addcdiv(negative_lse, product, length))
+        # Beyond the threshold torch leaves out e^-x, and with its own of 20 that is 2e-9
+        return negative_lse - F.softplus(torch.addcdiv(negative_lse, product, length), threshold=40)
 
 
 class SoftmaxWithNull(Softmax):
@@ -87,7 +88,7 @@ class SoftmaxWithNull(Softmax):
 
 
 class Sigmoid:
-    """Weights of which none depends on the others."""
+    """Weights that are independent of each other."""
 
     @staticmethod
     def of_scores(scores: torch.Tensor) -> torch.Tensor:
@@ -108,7 +109,7 @@ class Sigmoid:
     merge = staticmethod(torch.addcmul)
 
     @staticmethod
-    def merged(product: torch.Tensor, length: torch.Tensor, _) -> torch.Tensor | None:
+    def next_state(product: torch.Tensor, length: torch.Tensor, _) -> torch.Tensor | None:
         return None
 
 
@@ -200,14 +201,23 @@ def read_by_definition(
         The mix, `[batch, seq, hidden]`, and the weights, `[batch, seq, heads, sources]`.
     """
     scores = [scores_by_definition(query, source, eps, num_heads) for source in sources]
-    exponentials = torch.stack(scores, dim=-1).exp()
-    if weights == "sigmoid":
-        of_source = exponentials / (1 + exponentials)
-    else:
-        of_source = exponentials / (exponentials.sum(-1, keepdim=True) + (1 if weights == "softmax1" else 0))
+    of_source = weights_by_definition(torch.stack(scores, dim=-1), weights)
     values = torch.stack([source.unflatten(-1, (num_heads, -1)) for source in sources], dim=-2)
     mix = (of_source.unsqueeze(-1) * values).sum(-2).flatten(-2)
     return mix.to(sources[0].dtype), of_source
+
+
+def weights_by_definition(scores: torch.Tensor, weights: str) -> torch.Tensor:
+    """Weights of scores, `[..., sources]` both; `weights` as of `read_by_definition`."""
+    # By which numerators and denominators are multiplied, so that no power of e overflows
+    largest = scores.detach() if weights == "sigmoid" else scores.detach().amax(-1, keepdim=True)
+    if weights != "softmax":
+        largest = largest.clamp(min=0)
+    powers, nothing = (scores - largest).exp(), (-largest).exp()
+    if weights == "sigmoid":
+        return powers / (nothing + powers)
+    total = powers.sum(-1, keepdim=True)
+    return powers / (nothing + total if weights == "softmax1" else total)
 
 
 def scores_by_definition(query: torch.Tensor, source: torch.Tensor, eps: float, num_heads: int) -> torch.Tensor:
@@ -327,7 +337,10 @@ class GeneralStream(DepthStream):
         scores = torch.stack(self._scores(), dim=-1)
         if self.recorder is not None and self.site in self.recorder.masked_source:
             scores[..., self.recorder.masked_source[self.site]] = -torch.inf
-        weights = WEIGHTS[self.how.weights].of_scores(scores)
+        if get_backend() == "reference":
+            weights = weights_by_definition(scores, self.how.weights)
+        else:
+            weights = WEIGHTS[self.how.weights].of_scores(scores)
         if self.recorder is not None:
             self.recorder.weights[self.site] = self.recorder.by_token(weights, 1 + (self.how.num_heads > 1))
         return mix_and_norm(weights * self._factor() if self.sums else weights, self.sources, norm)
@@ -550,7 +563,7 @@ class GeneralBlockCache(BlockCache):
             length = key_length(wide_source, self.shift).unsqueeze(-1)
             mix = self.kind.merge(mix, value, self.kind.weight(product, length, state))
             if i + 1 < len(open_sources):
-                state = self.kind.merged(product, length, state)
+                state = self.kind.next_state(product, length, state)
         return self._normed(mix.reshape(self.shape), norm, factor)
 
     def _read_one_token(self, site, open_sources, norm, factor, query) -> torch.Tensor:  # type: ignore[override]
@@ -565,7 +578,7 @@ class GeneralBlockCache(BlockCache):
             length = key_length(vector, self.shift)
             mix = self.kind.merge(mix, vector.view_as(mix), self.kind.weight(product, length, state).unsqueeze(-1))
             if i + 1 < len(open_sources):
-                state = self.kind.merged(product, length, state)
+                state = self.kind.next_state(product, length, state)
         # Without open sources it is a part of another tensor
         mix = mix.view(self.shape) if open_sources else mix.reshape(self.shape)
         return self._normed_of_one_token(mix, norm, factor, copy=False)
@@ -580,9 +593,9 @@ class GeneralBlockCache(BlockCache):
         block, offset = divmod(site, self.block_size)
         if self.open_block != block:
             scores = self.scores[:, : self.num_closed, self.block_size * block : self.block_size * (block + 1)].mT
-            self.mix, self.negative_lse = self._mixes(scores)
+            self.mix, self.states = self._mixes(scores)
             self.open_block = block
-        return self.mix[offset], self.negative_lse[offset]
+        return self.mix[offset], self.states[offset]
 
     def _read_closed_by(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same for queries `[rows, hidden / heads]` of one site."""

@@ -7,6 +7,7 @@ stopped goes on where it was.
 """
 
 import contextlib
+import functools
 import json
 import logging
 import os
@@ -25,6 +26,7 @@ from family_survey import native_model
 from tiny_models import randomize_queries
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+import attnres.eval
 from attnres.conversion import convert, export_checkpoint, import_checkpoint
 from attnres.conversion.interchange import norm_eps
 from attnres.conversion.parity import read_sample
@@ -56,18 +58,24 @@ def make_base(model_type: str, folder: Path):
     tokenizer.save_pretrained(folder)
 
 
+@functools.cache
+def tasks() -> str:
+    """A folder with a task of three questions. lm-eval reads thousands of files for each folder: once is enough."""
+    folder = Path(tempfile.mkdtemp())
+    choices = [" return", " pass", " n"]
+    rows = [{"question": f"def read(self, n{i}):", "choices": choices, "answer": i} for i in range(3)]
+    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    task = {**TASK, "dataset_kwargs": {"data_files": {"test": str(folder / "test.jsonl")}}}
+    (folder / "family_choice.yaml").write_text(yaml.safe_dump(task))
+    attnres.eval.task_manager = functools.cache(attnres.eval.task_manager)
+    return str(folder)
+
+
 def evaluated(folder: Path) -> str | None:
     """Whether answers and scores of conversion and base are the same."""
-    rows = [
-        {"question": f"def read(self, n{i}):", "choices": [" return", " pass", " n"], "answer": i} for i in range(3)
-    ]
-    (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "tasks").mkdir()
-    task = {**TASK, "dataset_kwargs": {"data_files": {"test": str(folder / "test.jsonl")}}}
-    (folder / "tasks/family_choice.yaml").write_text(yaml.safe_dump(task))
     models = [str(folder / "base"), str(folder / "attnres")]
     results = evaluate(
-        models, folder / "eval", tasks=["family_choice"], include_path=folder / "tasks", device="cpu", batch_size=2
+        models, folder / "eval", tasks=["family_choice"], include_path=tasks(), device="cpu", batch_size=2
     )
     (row,) = results["rows"]
     return None if row["scores"][0] == row["scores"][1] else f"scores {row['scores']}"

@@ -6,10 +6,11 @@ import itertools
 import json
 import pickle
 import re
+from typing import get_args, get_type_hints
 
 import pytest
 import torch
-from literal_definition import literal_logits, relative
+from literal_definition import literal_logits, mix_by_definition, relative
 from rounding import UpToRounding
 from tiny_models import mostly_slow, tiny_base_model
 from transformers import AutoModelForCausalLM, DynamicCache
@@ -17,8 +18,11 @@ from typer.testing import CliRunner
 
 from attnres import AttnResConfig, AttnResForCausalLM, DepthRecorder, set_backend
 from attnres.cli import app
+from attnres.cli_convert import convert as convert_command
+from attnres.configuration_attnres import READS
 from attnres.conversion import convert, revert
-from attnres.depth_reads import HeadScores, Read, TokenScores, read_by_definition
+from attnres.depth_attention import depth_attention_reference
+from attnres.depth_reads import WEIGHTS, HeadScores, Read, TokenScores, read_by_definition, weights_by_definition
 
 
 def read_fields(heads, query, rank, weights, open_block) -> dict:
@@ -32,7 +36,7 @@ def read_fields(heads, query, rank, weights, open_block) -> dict:
 
 
 QUERIES = [("learned", None), ("input", None), ("input", 5), ("hybrid", None), ("hybrid", 5)]
-# All but the paper's own, which the other tests are about
+# All but the paper's own, which the other tests are about. What is fast of these is chosen by position: append only
 ALL = [
     read_fields(heads, *query, weights, open_block)
     for heads, query, weights, open_block in itertools.product(
@@ -160,12 +164,54 @@ def test_functions(fields):
 
 def test_the_definition_is_the_papers():
     """One head and a softmax: what the operator's own reference says."""
-    from attnres.depth_attention import depth_attention_reference
-
     query, *sources = torch.randn(5, 2, 3, 8, dtype=torch.float64)
     mix, weights = read_by_definition(query[0, 0], sources, 1e-3)
     expected = depth_attention_reference(query[0, 0], sources, 1e-3)
     torch.testing.assert_close((mix, weights[..., 0, :]), expected)
+
+
+@pytest.mark.parametrize("scale", [0.3, 12.0, 400.0])
+@pytest.mark.parametrize("heads", [1, 4])
+@pytest.mark.parametrize("weights", READS["attn_res_weights"])
+def test_the_definition_of_weights(weights, heads, scale):
+    """The package's own and that of the tests, and the functions of the fast path, also where scores are large."""
+    torch.manual_seed(0)
+    query, *sources = scale * torch.randn(5, 2, 3, 8, dtype=torch.float64)
+    mix, of_source = read_by_definition(query, sources, 1e-3, heads, weights)
+    expected_mix, expected = mix_by_definition(query, torch.ones(8), sources, 1e-3, heads, weights)
+    torch.testing.assert_close((mix, of_source), (expected_mix, expected.view_as(of_source)), rtol=1e-10, atol=1e-12)
+
+    scores = (scale * torch.randn(7, 5, dtype=torch.float64)).requires_grad_()
+    grad = torch.randn(7, 5, dtype=torch.float64)
+    of_definition, of_fast_path = weights_by_definition(scores, weights), WEIGHTS[weights].of_scores(scores)
+    torch.testing.assert_close(of_fast_path, of_definition, rtol=1e-10, atol=1e-14)
+    gradients = [torch.autograd.grad(of_scores, scores, grad)[0] for of_scores in (of_fast_path, of_definition)]
+    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-13)
+
+    # One source after the other, as in phase 2
+    kind, lengths = WEIGHTS[weights], torch.ones((), dtype=torch.float64)
+    with torch.no_grad():
+        (of_closed, state), mix = kind.of_closed(scores[:, :2]), 0.0
+        mix = (of_closed * torch.arange(1.0, 3)).sum(-1)
+        state = None if state is None else state.squeeze(-1)
+        for i in range(2, 5):
+            score = scores[:, i]
+            value = torch.full_like(score, i + 1)
+            mix = kind.merge(mix, value, kind.weight(score, lengths, state))
+            state = kind.next_state(score, lengths, state)
+        expected = (of_definition * torch.arange(1.0, 6)).sum(-1)
+    torch.testing.assert_close(mix, expected, rtol=1e-13, atol=1e-13)
+
+
+def test_every_value_is_known_everywhere():
+    """To the code that reads, to the command line, and to files of adapters, which hold the places of values."""
+    assert WEIGHTS.keys() == set(READS["attn_res_weights"])
+    options = get_type_hints(convert_command, include_extras=False)
+    for name, values in READS.items():
+        (choices,) = (kind for kind in get_args(options[name.removeprefix("attn_res_")]) if kind is not type(None))
+        assert get_args(choices) == values
+    places = {"learned": 0, "input": 1, "hybrid": 2, "softmax": 0, "sigmoid": 1, "softmax1": 2, "sum": 0, "each": 1}
+    assert {value: values.index(value) for values in READS.values() for value in values} == places
 
 
 def test_heads_are_not_one_head_repeated(input_ids):

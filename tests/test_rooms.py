@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from mutations import MUTATIONS
 
 
 ROOT = Path(__file__).parents[1]
@@ -80,6 +81,12 @@ def rooms_imported_upward(file: Path, source: str) -> list[str]:
 @pytest.mark.parametrize("file", FILES, ids=str)
 def test_nothing_is_imported_upward(file):
     assert rooms_imported_upward(file, (ROOT / file).read_text(encoding="utf-8")) == []
+
+
+def test_every_mutation_can_be_made():
+    """Each is told by what stands in a file, once."""
+    counts = {(name, before): (ROOT / name).read_text().count(before) for name, before, *_ in MUTATIONS}
+    assert {mutation: count for mutation, count in counts.items() if count != 1} == {}
 
 
 def test_every_file_is_in_a_room():
