@@ -238,7 +238,7 @@ def norm_eps(config: PreTrainedConfig) -> float:
 
 def config_from_kimi(checkpoint: Checkpoint) -> AttnResConfig:
     """Kimi's `attn_res_block_size` is a field beside the base's own ones and counts decoder layers."""
-    config_dict = dict(checkpoint.config_dict)
+    config_dict, _ = PreTrainedConfig.get_config_dict(checkpoint.folder)  # in which infinity is a number again
     num_layers = config_dict.pop("attn_res_block_size", None)
     if not isinstance(num_layers, int) or num_layers < 1:
         raise ValueError(

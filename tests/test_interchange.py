@@ -387,6 +387,16 @@ def test_layers_that_the_namings_do_not_have(model_type, message, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attnres"]
 
 
+def test_an_infinite_number_in_a_config(tmp_path):
+    config = AttnResConfig.from_base_config(decoder_config("bamba"), block_size=2)
+    config.attn_res_norm_eps = norm_eps(config)
+    assert config.time_step_limit[1] == float("inf")
+    AttnResForCausalLM(config).save_pretrained(tmp_path / "attnres")
+    export_checkpoint(tmp_path / "attnres", tmp_path / "kimi", "kimi")
+    import_checkpoint(tmp_path / "kimi", tmp_path / "again")
+    assert AttnResConfig.from_pretrained(tmp_path / "again").time_step_limit == config.time_step_limit
+
+
 def test_epsilons_that_cannot_be_expressed(tmp_path):
     convert(tiny_base_model("llama", rms_norm_eps=1e-5), 2).save_pretrained(tmp_path / "attnres")
     with pytest.raises(
