@@ -76,8 +76,8 @@ C.json`, vLLM 0.32.0 on a CPU, transformers 5.19, eager, fp32, random queries).
 | fine-tuning | `attnres finetune`, two steps with `mode: lora`: losses are finite and the queries move |
 | inspection | what `attnres inspect` measures: weights that sum up to one |
 | Kimi's naming, fla | `attnres export` and `attnres import`: the same logits there and back |
-| vLLM | all greedy tokens are the likeliest by transformers, and how far log-probabilities are off (queries and weights \
-are random and large, which makes more of rounding than trained ones do) |
+| vLLM | all greedy tokens are the likeliest by transformers, and how far log-probabilities are off (queries and \
+weights are random and large, which makes more of rounding than trained ones do) |
 
 | type | evaluation | fine-tuning | inspection | Kimi's naming | fla | vLLM |
 |---|---|---|---|---|---|---|
