@@ -96,7 +96,9 @@ def demo(
 
 
 def families(
-    types: Annotated[list[str] | None, typer.Argument(metavar="[TYPE]...", help="Model types. [default: all]")] = None,
+    types: Annotated[
+        list[str] | None, typer.Argument(metavar="[TYPE]...", help="Model types. \\[default: all]")
+    ] = None,
     probe: Annotated[str | None, typer.Option(metavar="FOLDER_OR_ID", help="Look at a checkpoint's code.")] = None,
     revision: Revision = None,
     trust_remote_code: Annotated[

@@ -32,7 +32,7 @@ def convert(
     source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a folder, a Hub id or a GGUF file.")],
     destination: Destination,
     block_size: Annotated[int | None, typer.Option(min=1, help="Sublayers per block; a layer has two.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=1, help="Number of blocks. [default: 8]")] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="Number of blocks. \\[default: 8]")] = None,
     full: Annotated[bool, typer.Option("--full", help="Full AttnRes: every sublayer is a block.")] = False,
     num_heads: Annotated[
         int | None, typer.Option(min=1, help="Heads of a read, each on its slice.", rich_help_panel=READ)
@@ -42,7 +42,7 @@ def convert(
         typer.Option(help="A learned vector, a projection of the newest source, or both.", rich_help_panel=READ),
     ] = None,
     query_rank: Annotated[
-        int | None, typer.Option(min=1, help="Rank of that projection. [default: whole]", rich_help_panel=READ)
+        int | None, typer.Option(min=1, help="Rank of that projection. \\[default: whole]", rich_help_panel=READ)
     ] = None,
     weights: Annotated[
         Literal["softmax", "sigmoid", "softmax1"] | None,

@@ -12,7 +12,7 @@ from rich.markdown import Markdown
 from .console import WroteJson, console, json_option, note, only_json_on_stdout, print_json, say, say_written
 
 
-Device = Annotated[str | None, typer.Option(help="cpu, cuda:0 ... [default: a GPU if there is one]")]
+Device = Annotated[str | None, typer.Option(help="cpu, cuda:0 ... \\[default: a GPU if there is one]")]
 Dtype = Annotated[str, typer.Option(help="float32, bfloat16 ...; auto is that of the checkpoint.")]
 
 
@@ -33,7 +33,7 @@ def eval_(
         ),
     ] = False,
     max_gen_toks: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that an answer may have. [default: by benchmark]")
+        int | None, typer.Option(min=1, help="Tokens that an answer may have. \\[default: by benchmark]")
     ] = None,
     no_samples: Annotated[bool, typer.Option("--no-samples", help="Keep scores alone, not the answers.")] = False,
     seed: Annotated[int, typer.Option(help="Of the examples in prompts and of the resampling.")] = 0,
@@ -157,7 +157,7 @@ def inspect(
     file: Annotated[Path | None, typer.Option(help="A UTF-8 text to read.")] = None,
     dataset: Annotated[str | None, typer.Option(help="Hub id, file (JSONL, Parquet, text) or folder to read.")] = None,
     dataset_config: Annotated[str | None, typer.Option(help="Configuration of a data set on the Hub.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split of a data set on the Hub. [default: train]")] = None,
+    split: Annotated[str | None, typer.Option(help="Split of a data set on the Hub. \\[default: train]")] = None,
     base: Annotated[str | None, typer.Option(help="PreNorm checkpoint to draw the stream of.")] = None,
     gradients: Annotated[bool, typer.Option("--gradients", help="Measure gradients over depth as well.")] = False,
     ablate: Annotated[
@@ -224,7 +224,7 @@ def bench(
         "attnres-bench"
     ),
     shape: Annotated[
-        str | None, typer.Option(help="qwen3-0.6b, llama-3.2-1b, qwen3-8b, tiny. [default: qwen3-0.6b]")
+        str | None, typer.Option(help="qwen3-0.6b, llama-3.2-1b, qwen3-8b, tiny. \\[default: qwen3-0.6b]")
     ] = None,
     model: Annotated[str | None, typer.Option(help="A checkpoint, in place of a shape with random weights.")] = None,
     variants: Annotated[

@@ -76,7 +76,7 @@ def _check_whole(source: str, config: str | None, split: str):
 
 def _load_files(files: list[Path]) -> Dataset:
     if files[0].suffix not in LOADERS:
-        raise ValueError(f"`{files[0]}` is none of {', '.join(LOADERS)}.")
+        raise ValueError(f"`{files[0]}` is not one of {', '.join(LOADERS)}.")
     loader, kwargs = LOADERS[files[0].suffix]
     try:
         return load_dataset(loader, data_files=[str(file) for file in files], split="train", **kwargs)
@@ -92,7 +92,7 @@ def kind_of_rows(columns: list[str], text_column: str | None = None) -> str:
         ValueError: if it is none of them.
     """
     if text_column is not None and text_column not in columns:
-        raise ValueError(f"`text_column={text_column!r}` is none of the columns {', '.join(columns)}.")
+        raise ValueError(f"`text_column={text_column!r}` is not one of the columns {', '.join(columns)}.")
     if text_column is None and "messages" in columns:
         return "chat"
     if text_column is None and {"prompt", "completion"} <= set(columns):

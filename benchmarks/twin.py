@@ -189,7 +189,7 @@ def parse_variant(variant: str) -> dict[str, Any]:
     known = {field.name for field in dataclasses.fields(Read)}
     for name, _, _ in parsed:
         if name not in known:
-            raise ValueError(f"`{variant}` has `{name}`, which is none of {', '.join(sorted(known))}.")
+            raise ValueError(f"`{variant}` has `{name}`, which is not one of {', '.join(sorted(known))}.")
     values = {f"attn_res_{name}": int(value) if value.isdecimal() else value for name, _, value in parsed}
     return {**({"block_size": 1} if blocks == "full" else {"num_blocks": int(blocks)}), **values}
 
@@ -424,7 +424,7 @@ def check_request(
         given = "shape" if shape is not None else "layers"
         raise ValueError(f"`model={model!r}` has a shape of its own: leave `{given}` out.")
     if model is None and shape not in SHAPES:
-        raise ValueError(f"`shape={shape!r}` is none of {', '.join(SHAPES)}.")
+        raise ValueError(f"`shape={shape!r}` is not one of {', '.join(SHAPES)}.")
     for variant in variants:
         parse_variant(variant)
     if not is_dtype(dtype):

@@ -247,7 +247,7 @@ def read_windows(
     bos = []
     tokenizer = checkpoint.tokenizer()
     if tokenizer is not None:
-        ids = tokenizer(content, add_special_tokens=False).input_ids
+        ids = tokenizer(content, add_special_tokens=False, verbose=False).input_ids
         with_special = tokenizer("a").input_ids
         if with_special and with_special[0] == tokenizer.bos_token_id:
             bos = [tokenizer.bos_token_id]

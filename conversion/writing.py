@@ -152,7 +152,7 @@ def write_report_and_card(report: ConversionReport, source: Checkpoint, config: 
     if written_depth_config(config) is not None:
         base_model = source.commit and source.name
         inherited = inherited_metadata(folder / BASE_CARD_NAME, None if is_attnres(source) else base_model)
-        write_model_card(folder, base_metadata=inherited, repo_id=report.destination)
+        write_model_card(folder, base_metadata=inherited, repo_id=report.destination, on_hub=False)
 
 
 def cards_to_keep(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[str, str | None]:
@@ -181,7 +181,7 @@ def keep_tokenizer(source: Checkpoint, folder: Path) -> list[str]:
         tokenizer = source.tokenizer()
         if tokenizer is None:
             return ["no tokenizer came with it that loads here, and without running code of its own"]
-        expected = tokenizer(sample).input_ids
+        expected = tokenizer(sample, verbose=False).input_ids
         try:
             written = AutoTokenizer.from_pretrained(folder)
             if written.__class__ is tokenizer.__class__ and written(sample).input_ids == expected:

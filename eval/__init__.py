@@ -77,6 +77,8 @@ def evaluate(
         ValueError, OSError: for what does not exist or contradicts itself, before any model is loaded.
     """
     models, options = described_models(models), options or EvalOptions()
+    if suite is not None:
+        load_suite(suite)  # whose mistakes are told before lm-eval's thousands of files are read
     manager = task_manager(None if include_path is None else Path(include_path).absolute())
     benchmarks = benchmarks_to_run(suite, tasks, manager)
     device = device or default_device()

@@ -269,7 +269,9 @@ def check_is_attnres(config: PreTrainedConfig, name: str):
             " `output_depth_attentions=True` on your own inputs."
         )
     if config.model_type != "attnres":
-        raise ValueError(f"`{name}` is a {config.model_type}, no AttnRes model: `attnres convert` makes one of it.")
+        raise ValueError(
+            f"`{name}` is a {config.model_type}, not an AttnRes model: `attnres convert` makes one of it."
+        )
 
 
 @torch.no_grad()

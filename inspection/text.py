@@ -40,7 +40,7 @@ def read_windows(ids: Iterable[list[int]], max_tokens: int, length: int, source:
 
 def tokens_of_text(texts: Iterable[str], tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
     """Token ids of one text after the other."""
-    return (tokenizer(text, add_special_tokens=False).input_ids for text in texts)
+    return (tokenizer(text, add_special_tokens=False, verbose=False).input_ids for text in texts)
 
 
 def tokens_of_dataset(

@@ -74,6 +74,7 @@ def render_model_card(
     differences: bool = False,
     training: dict[str, Any] | None = None,
     multimodal: bool = False,
+    with_code: bool = True,
 ) -> ModelCard:
     """The card of an AttnRes model.
 
@@ -89,6 +90,7 @@ def render_model_card(
         differences: whether there is a plot of the evaluation.
         training: of a fine-tuned model `base`, `mode`, `dataset`, `steps`, and the held-out loss `before` and `after`.
         multimodal: whether it loads with the code of its base and the package alone.
+        with_code: whether the code of the model goes with it.
     """
     metadata = {
         **code_metadata(),
@@ -125,11 +127,12 @@ def render_model_card(
         differences=differences,
         training=training,
         multimodal=multimodal,
+        with_code=with_code,
     )
 
 
 def write_adapter_card(
-    folder: str | Path, *, repo_id: str, metadata: dict[str, Any], training: dict[str, Any]
+    folder: str | Path, *, title: str, repo_id: str, metadata: dict[str, Any], training: dict[str, Any]
 ) -> Path:
     """Write `README.md` of a PEFT adapter in a folder.
 
@@ -140,7 +143,7 @@ def write_adapter_card(
     card = ModelCard.from_template(
         ModelCardData(**metadata),
         template_str=resources.files(__package__).joinpath("adapter.md.jinja").read_text(encoding="utf-8"),
-        title=repo_id.split("/")[-1],
+        title=title,
         repo_id=repo_id,
         training=training,
     )
@@ -154,6 +157,8 @@ def write_model_card(
     *,
     base_metadata: dict[str, Any] | None = None,
     repo_id: str | None = None,
+    title: str | None = None,
+    on_hub: bool | None = None,
     evaluation: str | Path | None = None,
     training: dict[str, Any] | None = None,
 ) -> Path:
@@ -172,7 +177,9 @@ def write_model_card(
         for name in ("table.md", "differences.png"):
             if (Path(evaluation) / name).exists():
                 shutil.copyfile(Path(evaluation) / name, Path(folder) / "evaluation" / name)
-    card = model_card(folder, base_metadata=base_metadata, repo_id=repo_id, training=training)
+    card = model_card(
+        folder, base_metadata=base_metadata, repo_id=repo_id, title=title, on_hub=on_hub, training=training
+    )
     path = Path(folder) / "README.md"
     write_file(path, str(card))
     return path
@@ -183,6 +190,8 @@ def model_card(
     *,
     base_metadata: dict[str, Any] | None = None,
     repo_id: str | None = None,
+    title: str | None = None,
+    on_hub: bool | None = None,
     training: dict[str, Any] | None = None,
 ) -> ModelCard:
     """The card of the AttnRes checkpoint in a folder, from its config, queries, reports and figures.
@@ -193,6 +202,8 @@ def model_card(
     Args:
         base_metadata: entries to add, such as `base_model` and `license`.
         repo_id: what to load the model by in the examples; by default the name of the folder.
+        title: by default the last part of that.
+        on_hub: whether that is a repository, where the code of the model goes along; by default if it is given.
         training: as for `render_model_card`.
 
     Raises:
@@ -215,7 +226,7 @@ def model_card(
         metadata["pipeline_tag"] = PIPELINE_TAGS["AttnResForConditionalGeneration"]
     report = json.loads(report_path.read_text(encoding="utf-8")) if report_path.exists() else None
     verification = None if report is None else report["verification"]
-    title = (repo_id or folder.absolute().name).split("/")[-1]
+    title = title or (repo_id or folder.absolute().name).split("/")[-1]
     return render_model_card(
         checkpoint.text_config,
         torch.cat([tensor.flatten(1) for tensor in checkpoint.tensors(names).values()], dim=1),
@@ -232,6 +243,7 @@ def model_card(
         differences=(folder / "evaluation/differences.png").exists(),
         training=training,
         multimodal=checkpoint.is_multimodal,
+        with_code=(repo_id is not None if on_hub is None else on_hub) or (folder / "modeling_attnres.py").exists(),
     )
 
 

@@ -120,11 +120,11 @@ def test_models_share_the_weights_of_the_twin():
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["--shape", "gpt-9"], "`shape='gpt-9'` is none of"),
+        (["--shape", "gpt-9"], "`shape='gpt-9'` is not one of"),
         (["--cases", "decode-1"], "`decode-1` is no case"),
         (["--variants", "many"], "`many` is neither a number of blocks nor full"),
         (["--variants", "8:num_heads"], "`8:num_heads` is neither a number of blocks nor full"),
-        (["--variants", "8:heads=2"], "`8:heads=2` has `heads`, which is none of num_heads, open_block"),
+        (["--variants", "8:heads=2"], "`8:heads=2` has `heads`, which is not one of num_heads, open_block"),
         (["--dtype", "float33"], "`dtype='float33'` is none of torch's"),
     ],
 )

@@ -9,6 +9,7 @@ import pytest
 import torch
 import yaml
 from datasets import Dataset
+from rounding import all_in_fp64
 from test_finetune import CHAT_TEMPLATE, fields, folder, write_jsonl  # noqa: F401 a fixture
 from tiny_models import EVERY_FAMILY, convert, randomize_queries, tiny_base_config, tiny_base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -42,7 +43,7 @@ def slices(row):
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_packed_documents_do_not_see_each_other(family):
-    """The logits of a document in a packed row are those of the document alone, up to rounding."""
+    """The logits of a document in a packed row are those of the document alone, in fp64."""
     assert (cannot_pack(tiny_base_config(family)) is None) == (family not in STATEFUL)
     rows = data.pack(documents(9, 7, 5, 8, 2), 16)
     batch = data.collate_packed(rows.to_list())
@@ -50,25 +51,22 @@ def test_packed_documents_do_not_see_each_other(family):
     model = randomize_queries(convert(tiny_base_model(family), 3))
     kept_apart = family not in STATEFUL | SEES_ALL
     assert (data.sees_other_documents(model) is None) == kept_apart
-    if kept_apart:  # and not kept in fp64 either
-        model.set_experts_implementation("eager")
-    difference, rounding = 0.0, 0.0
-    for training_path in (True, False):
-        with torch.set_grad_enabled(training_path):
-            packed = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
-        for i, row in enumerate(rows):
-            for start, end in slices(row):
-                ids = torch.tensor([row["input_ids"][start:end]])
-                alone = model(ids, use_cache=False).logits[0]
-                difference = max(difference, (packed[i, start:end] - alone).abs().max().item())
-                if kept_apart:
-                    exact = model.double()(ids, use_cache=False).logits[0]
-                    rounding = max(rounding, (exact - alone).abs().max().item())
-                    model.float()
-    if not kept_apart:
+    # Here rounding is 1e-15 of the logits, and what a document sees of another is a part of them
+    model.double().set_experts_implementation("eager")
+    difference = 0.0
+    with all_in_fp64():
+        for training_path in (True, False):
+            with torch.set_grad_enabled(training_path):
+                packed = model(batch["input_ids"], position_ids=batch["position_ids"], use_cache=False).logits
+            for i, row in enumerate(rows):
+                for start, end in slices(row):
+                    ids = torch.tensor([row["input_ids"][start:end]])
+                    alone = model(ids, use_cache=False).logits[0]
+                    difference = max(difference, (packed[i, start:end] - alone).abs().max().item())
+    if kept_apart:
+        assert 0 < difference < 1e-11
+    else:
         assert difference > 1e-3, "it would be possible after all"
-    else:  # two ways to round, each as far from the exact logits as the other
-        assert 0 < difference <= 4 * rounding
 
 
 def test_loss_of_packed_rows(folder):
@@ -349,7 +347,7 @@ def test_empty_rows_are_counted(folder, tmp_path, capsys):
     lines = [{"text": f"{i} and {i} is {2 * i}."} for i in range(100)]
     write_jsonl(tmp_path / "data.jsonl", [{"text": ""}, {"text": " "}, *lines])
     finetune(fields(folder, tmp_path / "out", dataset=str(tmp_path / "data.jsonl"), max_steps=1))
-    assert f"2 of {len(lines) + 2} rows of {tmp_path}/data.jsonl are left out" in capsys.readouterr().out
+    assert f"2 of {len(lines) + 2} rows of {tmp_path}/data.jsonl left out" in capsys.readouterr().out
 
 
 def test_rows_that_are_cut_are_counted(folder, tmp_path, capsys):

@@ -397,7 +397,7 @@ def test_callback_logs_to_tensorboard(folder, tmp_path):
 @pytest.mark.parametrize(
     "arguments, message",
     [
-        (["{}/base"], "is a qwen3, no AttnRes model: `attnres convert` makes one of it"),
+        (["{}/base"], "is a qwen3, not an AttnRes model: `attnres convert` makes one of it"),
         (["./nowhere"], "There is no folder `./nowhere`"),
         (["{}/a", "--file", "{}/nothing.txt"], "There is no file"),
         (["{}/a", "--file", "{}/empty.txt"], "`empty.txt` has 0 tokens: there is nothing to read"),
@@ -412,7 +412,7 @@ def test_callback_logs_to_tensorboard(folder, tmp_path):
         (["{}/a", "--dtype", "float17"], "`dtype='float17'` is no type of torch"),
         (["{}/silent"], "silent` has no tokenizer that loads here: "),
         (["{}/a", "--split", "test"], "`split='test'` is of a data set: name one"),
-        (["{}/a", "{}/base"], "is a qwen3, no AttnRes model"),
+        (["{}/a", "{}/base"], "is a qwen3, not an AttnRes model"),
         (["{}/a", "--base", "{}/b"], "is an AttnRes model: its PreNorm base is what is drawn beside"),
         (["{}/a", "--base", "{}/shallow"], "has num_hidden_layers 2 and"),
         (["{}/a", "--base", "./nowhere"], "There is no folder `./nowhere`"),

@@ -115,7 +115,7 @@ def read_config(config: str | Path | dict[str, Any], overrides: dict[str, Any] |
         try:
             config = yaml.safe_load(path.read_text(encoding="utf-8"))
         except yaml.YAMLError as error:
-            raise ValueError(f"`{path}` is no YAML: {' '.join(str(error).split())}") from None
+            raise ValueError(f"`{path}` is not valid YAML: {' '.join(str(error).split())}") from None
         if not isinstance(config, dict):
             raise ValueError(f"`{path}` is not a list of `field: value`.")
     config = {**config, **(overrides or {})}
@@ -157,7 +157,7 @@ def _converted(name: str, value: Any, kind: Any) -> Any:
     choices = next((part for part in kinds if isinstance(part, type) and issubclass(part, Enum)), None)
     choices = CHOICES.get(name) or [choice.value for choice in choices or ()]
     if choices and isinstance(value, str) and value not in choices:
-        raise ValueError(f"`{name}: {value}` is none of {', '.join(choices)}.")
+        raise ValueError(f"`{name}: {value}` is not one of {', '.join(choices)}.")
     _check_range(name, value)
     return value
 

@@ -263,7 +263,7 @@ def read_data(
         documents = data.tokenize(rows, tokenizer, arguments.text_column)
         if verbose and len(documents) < len(rows):
             left_out = len(rows) - len(documents)
-            print(f"{left_out} of {len(rows)} rows of {source} are left out: there is nothing in them to learn.")
+            print(f"{left_out} of {len(rows)} rows of {source} left out: nothing to learn in them.")
         return documents, kind_of_rows(rows.column_names, arguments.text_column)
 
     train, kind = read(arguments.dataset, arguments.dataset_config, arguments.split)
@@ -372,9 +372,19 @@ def write_card(trainer: AttnResTrainer, run: Run, folder: Path):
         "before": losses[0] if losses else None,
         "after": losses[-1] if losses else None,
     }
-    repo_id = run.training.hub_model_id or Path(arguments.output_dir).absolute().name
+    title, on_hub = Path(arguments.output_dir).absolute().name, bool(run.training.hub_model_id)
+    typed = title if Path(arguments.output_dir).is_absolute() else arguments.output_dir
+    repo_id = run.training.hub_model_id or f"{typed}/final"
+    title = repo_id.split("/")[-1] if on_hub else title
     metadata = inherited_metadata(base_folder / "README.md", base_model)
     if arguments.mode != "full":
-        write_adapter_card(folder, repo_id=repo_id, metadata=metadata, training=training)
+        write_adapter_card(folder, title=title, repo_id=repo_id, metadata=metadata, training=training)
     elif run.model_config.model_type == "attnres":
-        write_model_card(folder, repo_id=repo_id, base_metadata=metadata, training=training)
+        write_model_card(
+            folder,
+            repo_id=repo_id,
+            title=title,
+            on_hub=on_hub,
+            base_metadata=metadata,
+            training=training,
+        )

@@ -31,7 +31,9 @@ def render_batch(batch: dict[str, torch.Tensor], tokenizer: PreTrainedTokenizerB
                 positions.pop()
         # There is nothing to predict a first token from
         learned = [bool(position) and label != IGNORED_LABEL for position, label in zip(positions, labels)]
-        counts = f"{len(positions)} tokens in {positions.count(0)} documents, {sum(learned)} learned"
+        num_documents = positions.count(0)
+        documents = f"{num_documents} document{'s' if num_documents != 1 else ''}"
+        counts = f"{len(positions)} tokens in {documents}, {sum(learned)} learned"
         shown.append(f"Row {number + 1}: {counts}\n", style="bold underline")
         start = 0
         for end in range(1, len(positions) + 1):
