@@ -75,14 +75,15 @@ C.json`, vLLM 0.32.0 on a CPU, transformers 5.19, eager, fp32, random queries).
 | evaluation | `attnres eval`: conversion and base have the same scores |
 | fine-tuning | `attnres finetune`, two steps with `mode: lora`: losses are finite and the queries move |
 | inspection | what `attnres inspect` measures: weights that sum up to one |
-| Kimi's naming, fla | `attnres export` and `attnres import`: the same logits there and back |
+| Kimi's naming | `attnres export` and `attnres import`: the same logits there and back (fla has only \
+llama, mistral, qwen2 and qwen3) |
 | vLLM | all greedy tokens are the likeliest by transformers, and how far log-probabilities are off (queries and \
 weights are random and large, which makes more of rounding than trained ones do) |
 
-| type | evaluation | fine-tuning | inspection | Kimi's naming | fla | vLLM |
-|---|---|---|---|---|---|---|
+| type | evaluation | fine-tuning | inspection | Kimi's naming | vLLM |
+|---|---|---|---|---|---|
 """
-COMMANDS = ("evaluation", "fine-tuning", "inspection", "exchange, kimi", "exchange, fla")
+COMMANDS = ("evaluation", "fine-tuning", "inspection", "exchange, kimi")
 FLAGS = {
     "tp": "tp_plan",
     "checkpointing": "checkpointing",
@@ -126,7 +127,7 @@ def record_commands(supported: dict, results: dict):
     """Add what `family_commands.py` found of the types: by command, `None` if it works, or why not."""
     for name, found in results.items():
         supported[name]["commands"] = {
-            command: found["made"] if "made" in found else found[command] for command in COMMANDS
+            command: sentence(name, found.get("made", found.get(command))) for command in COMMANDS
         }
 
 
@@ -143,10 +144,19 @@ def record_vllm(supported: dict, results: dict):
                 f"; of the base {base['total'] - base['equal']}" if isinstance(base, dict) else "; the base fails"
             )
         else:
-            # Of what is there, the beginning says enough
-            supported[name]["vllm"] = ours.split(". The available")[0] + (
-                "" if isinstance(base, dict) else " (the base fails as well)"
-            )
+            fails_as_well = "" if isinstance(base, dict) else " (so it is with the base itself)"
+            supported[name]["vllm"] = sentence(name, ours) + fails_as_well
+
+
+def sentence(name: str, error: str | None) -> str | None:
+    """An error in words that fit other types as well: without its class, the path, the name, and numbers of layers."""
+    if error is None:
+        return None
+    text = re.sub(r"^(\w+Error: )?(`/random` )?", "", error).split(". The available")[0]
+    text = re.sub(rf"(base )?`({re.escape(name)}|gpt2)`", "the base", text)
+    text = re.sub(r"^(Layer \d+).* does not dispatch", r"A layer does not dispatch", text)
+    text = re.sub(r"model\.h\.\d.*", "model.h ...", text)
+    return "the engine ends without a word" if "<unknown>" in text or text == "AssertionError" else text
 
 
 def rounded(value):
@@ -189,7 +199,7 @@ def command_rows(supported: dict) -> str:
             cells = [cell(found["commands"][command]) for command in COMMANDS]
             cells.append(cell(found["vllm"]) if "vllm" in found else "not tried" if found["engines"] else "no engine")
             rows.append(f"| {name} | {' | '.join(cells)} |")
-    return "\n".join(rows) + "\n\n" + "\n".join(f"{number}. {why}" for number, why in enumerate(reasons, 1))
+    return "\n".join(rows) + "\n\n" + "\n".join(f"{place}. {why}" for place, why in enumerate(reasons, 1))
 
 
 def number(value: float | None) -> str:
