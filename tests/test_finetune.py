@@ -98,7 +98,7 @@ def test_modes(folder, tmp_path, mode):
         assert result.trainable_parameters == config.num_sites * 2 * config.hidden_size
         assert (result.folder / "adapter_model.safetensors").stat().st_size < 1_000_000
     card = (result.folder / "README.md").read_text()
-    assert "\n# out\n" in card and 'from_pretrained("out"' in card and "unfinished" not in card
+    assert "\n# out\n" in card and 'from_pretrained("out/final"' in card and "unfinished" not in card
     assert f"(`mode: {mode}`) on text.jsonl for 12 steps" in " ".join(card.split())
     assert f"from {result.losses[0]:.4f} to {result.losses[-1]:.4f}" in " ".join(card.split())
     assert "More Information Needed" not in card and str(folder) not in card
