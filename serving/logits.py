@@ -6,7 +6,6 @@ from collections.abc import Callable
 import torch
 from torch import nn
 from transformers import AutoModelForCausalLM
-from transformers.modeling_outputs import MoeModelOutputWithPast
 
 
 class HeadOfBase:
@@ -43,9 +42,26 @@ class _LogitsElsewhere(Exception):
     pass
 
 
+class _Outputs:
+    """Of a trunk, whatever else the code of a head asks for."""
+
+    def __init__(self, hidden_states: torch.Tensor):
+        self.last_hidden_state = hidden_states
+
+    def __getattr__(self, name: str) -> None:
+        return None
+
+    def __getitem__(self, place):
+        return (self.last_hidden_state,)[place]
+
+
 class _Trunk(nn.Module):
+    @property
+    def decoder(self):  # some heads call this part of their trunk
+        return self
+
     def forward(self, *args, **kwargs):
-        return MoeModelOutputWithPast(last_hidden_state=self.hidden_states)
+        return _Outputs(self.hidden_states)
 
 
 class _Head(nn.Module):

@@ -12,6 +12,7 @@ import openai
 import pytest
 import torch
 from decoder_configs import decoder_config
+from family_survey import converted, native_model
 from tiny_models import convert, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
@@ -155,11 +156,13 @@ def test_the_code_of_the_bases_head_makes_the_logits():
         "cohere": {},
         "minicpm3": {"dim_model_base": 8},  # scales what the head is given
         "llama": {},
+        "opt": {},  # whose head calls a part of the trunk
+        "gpt_bigcode": {},  # and here asks for more outputs
     }
     for family, fields in settings.items():
-        model = convert(AutoModelForCausalLM.from_config(decoder_config(family, **fields)), 3)
+        model = converted(native_model(decoder_config(family, **fields)), 3)
         ids = torch.randint(3, 97, (1, 7))
         outputs = model(ids, output_hidden_states=True)
-        hidden = model.model(ids).last_hidden_state[0]
-        assert HeadOfBase(model.config, model.lm_head)(hidden).equal(outputs.logits[0])
+        hidden = model.base_model(ids).last_hidden_state[0]
+        assert HeadOfBase(model.config, model.get_output_embeddings())(hidden).equal(outputs.logits[0])
         assert HeadOfBase(model.config, lambda hidden: None)(hidden) is None
