@@ -14,7 +14,7 @@ import torch
 from decoder_configs import decoder_config
 from family_survey import converted, native_model
 from tiny_models import convert, randomize_queries, tiny_base_model
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from attnres.benchmarks.serving import Request, Server, compare, make_requests, send_all, table_of
