@@ -101,18 +101,18 @@ def record(results: dict) -> dict:
         elif "refused" in found:
             refused[name] = reason(found["refused"])
         else:
-            converted = found.get("conversion", {})
+            converted, is_fp64 = found.get("conversion", {}), found["flags"]["dtype"] == "torch.float64"
             supported[name] = {
                 "additions": sorted(set(found["sublayers"])),
                 **{key: rounded(found[key]) for key in ERRORS},
                 "cached": [rounded(found["generation"].get(key)) for key in ("attnres", "base")],
                 "padded": [rounded(found["padding"].get(key)) for key in ("attnres", "base")],
                 "converted": converted.get("equal") is converted.get("same_weights") is True,
-                "saved": found["save_and_load"].get("difference") == 0,
+                "saved": found["save_and_load"].get("difference", 1.0) < (1e-12 if is_fp64 else 1e-5),
                 "kv_cache": found["kv_cache"],
                 "packing": found["packing"].get("reason", "") is None,
                 "compile": isinstance(found.get("compile", {}).get("attnres"), float),
-                "fp64": found["flags"]["dtype"] == "torch.float64",
+                "fp64": is_fp64,
                 **{key: found["flags"][flag] for key, flag in FLAGS.items()},
             }
     return {
@@ -218,7 +218,7 @@ def page(recorded: dict) -> str:
         others=len(others),
         fp32=len(supported) - len(exact),
         converted="each" + (f" but {', '.join(not_converted)}" if not_converted else ""),
-        saved="0" + (f" (not {', '.join(off)}, whose base is not the same either)" if off else ""),
+        saved="rounding" + (f" (not {', '.join(off)}, whose base is not the same either)" if off else ""),
         **{key: number(max(found[key] for found in exact if found[key] is not None)) for key in ERRORS},
     )
     text += "\n".join(row(name, found) for name, found in supported.items())

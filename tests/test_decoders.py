@@ -92,7 +92,8 @@ def test_decoder(model_type):
     assert found["moved"] > 1e-2, "the queries do nothing"
     assert found["generation"]["to_base"] < ROUNDING
     assert found["generation"]["attnres"] < max(ROUNDING, 4 * found["generation"]["base"])
-    assert found["save_and_load"] == {"difference": 0}
+    # Up to rounding: where weights lie in memory decides how a product is summed up on some CPUs
+    assert found["save_and_load"].keys() == {"difference"} and found["save_and_load"]["difference"] < ROUNDING
     if isinstance(found["compile"]["base"], float):
         assert found["compile"]["attnres"] < ROUNDING
     # The first site has one source. Cohere adds two branches one after the other, and reads nothing in between
