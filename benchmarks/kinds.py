@@ -17,7 +17,7 @@ import typer
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from attnres.benchmarks.twin import bench
+from attnres.benchmarks.twin import bench, name_of_variant
 from attnres.outputs import write_file
 
 
@@ -77,12 +77,10 @@ def table() -> str:
     ]
     for model_type, (what, _) in KINDS.items():
         results = json.loads((RESULTS / model_type / "bench.json").read_text())
-        for variant, name in (("8 blocks", "8 blocks"), ("full", "Full")):
-            cells = [model_type, what] if variant == "8 blocks" else ["", ""]
+        for name in map(name_of_variant, VARIANTS):
+            cells = [model_type, what] if name == name_of_variant(VARIANTS[0]) else ["", ""]
             for case in CASES:
-                (row,) = (
-                    row for row in results["time"] if (row["case"], row["model"].lower()) == (case, variant.lower())
-                )
+                (row,) = (row for row in results["time"] if (row["case"], row["model"]) == (case, name))
                 cells.append(
                     f"**{row['fastest_ratio']:.3f}**; {row['median_ratio']:.3f}"
                     f" ({row['quartiles'][0]:.3f} to {row['quartiles'][1]:.3f})"

@@ -18,6 +18,9 @@ class HeadOfBase:
         config: of the AttnRes model.
         lm_head: logits of hidden states, `[tokens, hidden]` to `[tokens, vocabulary]`; `None` if another process has
             them.
+
+    Raises:
+        ValueError: if the code of the head needs more than hidden states and the engine's head.
     """
 
     def __init__(self, config, lm_head: Callable[[torch.Tensor], torch.Tensor | None]):
@@ -28,7 +31,22 @@ class HeadOfBase:
             self.model = AutoModelForCausalLM.from_config(base_config).eval()
         self.trunk = _Trunk()
         setattr(self.model, self.model.base_model_prefix, self.trunk)
+        self._try(config)
         self.model.set_output_embeddings(_Head(lm_head))
+
+    def _try(self, config):
+        """Run on one token, as a head that fails should fail while a server loads and not when it is asked."""
+        logits = torch.randn(1, config.vocab_size)
+        try:
+            self.model.set_output_embeddings(_Head(lambda hidden_states: logits))
+            found = self(torch.zeros(1, config.hidden_size))
+            if found is None or found.shape != logits.shape:
+                raise RuntimeError("its logits have another shape")
+        except Exception as error:
+            raise ValueError(
+                f"The head of base `{config.base_model_type}` needs more than hidden states and the engine's own head"
+                f" ({' '.join(str(error).split())[:200]}). Serve it with `attnres serve --continuous-batching`."
+            ) from error
 
     def __call__(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         self.trunk.hidden_states = hidden_states[None]
@@ -43,7 +61,7 @@ class _LogitsElsewhere(Exception):
 
 
 class _Outputs:
-    """Of a trunk, whatever else the code of a head asks for."""
+    """Of a trunk: hidden states, and nothing else that the code of a head may ask for."""
 
     def __init__(self, hidden_states: torch.Tensor):
         self.last_hidden_state = hidden_states

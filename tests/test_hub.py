@@ -339,7 +339,7 @@ def test_what_the_hub_refuses(arguments, message, crowded_hub, tmp_path):
 
 @pytest.mark.parametrize(
     "kind, command",
-    mostly_slow(itertools.product(["unknown host", "refused", "no answer"], ["convert", "inspect"]), every=6),
+    mostly_slow(itertools.product(["refused", "unknown host", "no answer"], ["convert", "inspect"]), every=6),
 )
 def test_a_wrong_name_without_a_hub(kind, command, crowded_hub, tmp_path):
     """One request tells: the client would try six times, for half a minute."""

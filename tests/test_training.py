@@ -256,23 +256,20 @@ def _pipeline_stages(rank, path, base_path):
             assert model.generate(prompt, **options).equal(expected_of.generate(prompt, **options))
 
 
+# With every change `test_pipeline_stages` in test_generation.py, which needs no processes
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "family, block_size, fields",
     [
         ("llama", 3, {}),
-        *(
-            pytest.param(*case, marks=pytest.mark.slow)
-            for case in [
-                ("llama", 1, {}),
-                ("llama", 4, {}),
-                ("llama", 100, {}),
-                ("qwen3_moe", 2, {}),
-                ("llama", 3, {"attn_res_open_block": "each"}),
-                ("llama", 4, {"attn_res_open_block": "each"}),
-                ("llama", 3, {"attn_res_num_heads": 4, "attn_res_weights": "softmax1"}),
-                ("llama", 3, {"attn_res_query": "hybrid"}),
-            ]
-        ),
+        ("llama", 1, {}),
+        ("llama", 4, {}),
+        ("llama", 100, {}),
+        ("qwen3_moe", 2, {}),
+        ("llama", 3, {"attn_res_open_block": "each"}),
+        ("llama", 4, {"attn_res_open_block": "each"}),
+        ("llama", 3, {"attn_res_num_heads": 4, "attn_res_weights": "softmax1"}),
+        ("llama", 3, {"attn_res_query": "hybrid"}),
     ],
 )
 def test_transformers_pipeline_stages(family, block_size, fields, tmp_path):

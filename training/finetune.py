@@ -372,10 +372,11 @@ def write_card(trainer: AttnResTrainer, run: Run, folder: Path):
         "before": losses[0] if losses else None,
         "after": losses[-1] if losses else None,
     }
-    title, on_hub = Path(arguments.output_dir).absolute().name, bool(run.training.hub_model_id)
-    typed = title if Path(arguments.output_dir).is_absolute() else arguments.output_dir
-    repo_id = run.training.hub_model_id or f"{typed}/final"
-    title = repo_id.split("/")[-1] if on_hub else title
+    output, on_hub = Path(arguments.output_dir), run.training.hub_model_id is not None
+    name = output.absolute().name
+    # As it was typed, but not where it lies on this machine
+    repo_id = run.training.hub_model_id or f"{name if output.is_absolute() else output}/final"
+    title = run.training.hub_model_id.split("/")[-1] if on_hub else name
     metadata = inherited_metadata(base_folder / "README.md", base_model)
     if arguments.mode != "full":
         write_adapter_card(folder, title=title, repo_id=repo_id, metadata=metadata, training=training)

@@ -1,0 +1,8 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""Training over the stages of a pipeline, each block sent to a process once."""
+
+from .pipeline import AttnResPipeline, sites_of_stages
+from .routing import StageRoute, num_transfers, route_blocks
+
+
+__all__ = ["AttnResPipeline", "StageRoute", "num_transfers", "route_blocks", "sites_of_stages"]

@@ -1,0 +1,409 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""Training of a model whose layers lie in several processes, on the schedules of `torch.distributed.pipelining`."""
+
+import copy
+import os
+from collections.abc import Callable, Iterator, Sequence
+from itertools import accumulate
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file, save_file
+from torch import nn
+from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.tensor import DTensor
+
+from attnres.configuration_attnres import AttnResConfig
+from attnres.depth_pipeline import num_sources
+from attnres.depth_probe import decoder_layers
+from attnres.modeling_attnres import AttnResForCausalLM, DepthReader, PassThrough
+
+from .routing import StageRoute, route_blocks
+from .stage import AttnResStage, BlockStore, StageModule
+
+
+# Of which a process has the first and the last stage; with the others stage `i` is of process `i % processes`
+V_SCHEDULES = ("zbvzerobubble", "dualpipev")
+OPTIMIZER_FILE = "optimizer.safetensors"
+
+
+def sites_of_stages(config: AttnResConfig, layers_per_stage: Sequence[int]) -> list[int]:
+    """Where each stage begins, and where the last one ends, counted in sublayers.
+
+    Raises:
+        ValueError: if the stages have not as many layers as the model.
+    """
+    sublayers = config.sublayers_per_layer()
+    if sum(layers_per_stage) != len(sublayers) or min(layers_per_stage) < 1:
+        raise ValueError(
+            f"`layers_per_stage={list(layers_per_stage)}` must be numbers >= 1 that sum to the {len(sublayers)} layers"
+            " of the model."
+        )
+    ends = list(accumulate(layers_per_stage, initial=0))
+    return [sum(sublayers[:end]) for end in ends]
+
+
+class AttnResPipeline:
+    """A model, its layers spread over processes. Every process makes one, of the same model, and calls the same.
+
+    ```python
+    pipeline = AttnResPipeline(model, schedule="1F1B", microbatches=8, batch_size=32, sequence_length=1024)
+    optimizer = torch.optim.AdamW(pipeline.parameters())
+    loss = pipeline.step(input_ids, labels)
+    optimizer.step()
+    pipeline.save_pretrained(folder)
+    ```
+
+    Args:
+        model: the whole model, on the CPU. A process keeps its layers, on `device`.
+        schedule: `GPipe`, `1F1B`, `LoopedBFS`, `Interleaved1F1B`, `InterleavedZeroBubble`, `ZBVZeroBubble` or
+            `DualPipeV`.
+        microbatches: into how many parts a batch is divided.
+        batch_size: samples of a whole batch, of this pipeline.
+        sequence_length: tokens of a sample.
+        stages_per_rank: 1 with the first two schedules, 2 with the last two, and any number with the others.
+        layers_per_stage: by default they are as even as they can be, the first ones with a layer more.
+        group: the processes of the pipeline; by default all of them.
+        device: where this process computes.
+        cache: `False` sends every block over every boundary, to compare with.
+        parallelize: called with the model of every stage before it is used, to divide it further: with
+            `fully_shard` or `parallelize_module`, over other dimensions of a device mesh.
+
+    Raises:
+        ValueError: for a schedule, or numbers, that do not go together.
+    """
+
+    def __init__(
+        self,
+        model: AttnResForCausalLM,
+        *,
+        schedule: str = "1F1B",
+        microbatches: int,
+        batch_size: int,
+        sequence_length: int,
+        stages_per_rank: int | None = None,
+        layers_per_stage: Sequence[int] | None = None,
+        group: dist.ProcessGroup | None = None,
+        device: torch.device | str = "cpu",
+        cache: bool = True,
+        parallelize: Callable[[AttnResForCausalLM], None] | None = None,
+    ):
+        schedule_class = get_schedule_class(schedule)
+        is_single, is_v = issubclass(schedule_class, PipelineScheduleSingle), schedule.lower() in V_SCHEDULES
+        if stages_per_rank is None:
+            stages_per_rank = 1 if is_single else 2
+        if is_single != (stages_per_rank == 1) or (is_v and stages_per_rank != 2):
+            allowed = "1 stage" if is_single else "2 stages" if is_v else "2 stages or more"
+            raise ValueError(f"Schedule {schedule} takes {allowed} of each process, not {stages_per_rank}.")
+        if batch_size % microbatches:
+            raise ValueError(f"`microbatches={microbatches}` must divide `batch_size={batch_size}`.")
+        if getattr(model.config, "output_router_logits", False):
+            raise ValueError(
+                "`output_router_logits` adds a loss that needs the routers of all layers, which no stage has: set it"
+                " to False in the config."
+            )
+        self.config, self.group, self.device = model.config, group, torch.device(device)
+        num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
+        num_stages = num_ranks * stages_per_rank
+        self.ranks = [i if i < num_ranks else num_stages - 1 - i if is_v else i % num_ranks for i in range(num_stages)]
+        self.layers_per_stage = list(layers_per_stage or spread(self.config.num_hidden_layers, num_stages))
+        sites = sites_of_stages(self.config, self.layers_per_stage)
+        if len(sites) != num_stages + 1:
+            raise ValueError(
+                f"`layers_per_stage={self.layers_per_stage}` is of {len(sites) - 1} stages, and {num_ranks} processes"
+                f" with {stages_per_rank} each have {num_stages}."
+            )
+        self.routes = route_blocks(sites, self.ranks, self.config.attn_res_block_size, cache=cache)
+        self.is_tied = self.config.tie_word_embeddings and num_stages > 1
+        self.store, self.num_items = BlockStore(), 1
+        self.skeleton = copy.deepcopy(model).to("meta")  # names and shapes of the whole
+        self.stages: list[AttnResStage] = []
+        shape = batch_size // microbatches, sequence_length
+        for number in [i for i, rank in enumerate(self.ranks) if rank == self.rank]:
+            part = self._part(model, number)
+            if parallelize is not None:
+                parallelize(part)
+            self.stages.append(self._stage(part, number, shape))
+        self.schedule = schedule_class(
+            self.stages[0] if is_single else self.stages,
+            n_microbatches=microbatches,
+            loss_fn=self._loss,
+            scale_grads=False,  # the loss is of the whole batch's tokens
+        )
+
+    def _part(self, model: AttnResForCausalLM, number: int) -> AttnResForCausalLM:
+        """A copy of the model with what a stage needs of it."""
+        start = sum(self.layers_per_stage[:number])
+        is_last = number == len(self.ranks) - 1
+        layers = decoder_layers(model.trunk)
+        mine = range(start, start + self.layers_per_stage[number])
+        # Not copied in the first place, as all layers may be more than there is memory for
+        left_out = [*(module for i, module in enumerate(layers) if i not in mine)]
+        if number > 0:
+            left_out.append(model.get_input_embeddings())
+        memo = {id(module): PassThrough() for module in left_out}
+        if is_last and self.is_tied:  # kept by the head, which shares it with the embedding
+            weight = model.get_output_embeddings().weight
+            memo[id(weight)] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
+        part = copy.deepcopy(model, memo)
+        part.trunk.keep_layers(mine.start, mine.stop)
+        if not is_last:
+            for name, child in part.named_children():
+                if child is not part.trunk:
+                    setattr(part, name, PassThrough())
+        return part.to(self.device)
+
+    def _stage(self, part: AttnResForCausalLM, number: int, shape: tuple[int, int]) -> AttnResStage:
+        route, is_last = self.routes[number], number == len(self.ranks) - 1
+        embeddings = self.skeleton.get_input_embeddings().weight
+
+        def on_the_wire(site: int, blocks: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+            size = (*shape, self.config.hidden_size)
+            return tuple(
+                torch.empty(size, dtype=embeddings.dtype, device="meta", requires_grad=True)
+                for _ in range(num_sources(self.config, site)[1] + len(blocks))
+            )
+
+        if number == 0:
+            received: tuple[torch.Tensor, ...] = (torch.empty(shape, dtype=torch.long, device="meta"),)
+        else:
+            received = on_the_wire(route.entry_site, route.received)
+        sent = on_the_wire(route.exit_site, route.sent)
+        if is_last:
+            logits = torch.empty(*shape, self.config.vocab_size, dtype=embeddings.dtype, device="meta")
+            sent = (logits.requires_grad_(),)
+        stage = AttnResStage(
+            StageModule(part, route, is_last),
+            number,
+            len(self.ranks),
+            self.device,
+            received,
+            sent,
+            group=self.group,
+            store=self.store,
+        )
+        return stage
+
+    # Training
+
+    def _loss(self, logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return self.skeleton.loss_function(
+            logits=logits, labels=labels, vocab_size=self.config.vocab_size, num_items_in_batch=self.num_items
+        )
+
+    def step(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, *, num_items: int | None = None, **kwargs
+    ) -> torch.Tensor:
+        """Gradients of the mean loss of a batch, added to those of the parameters.
+
+        Args:
+            input_ids: `[batch, seq]`, the same in every process.
+            labels: `[batch, seq]`, -100 where there is none; the model shifts them.
+            num_items: number of labels to divide by, if others have a part of the batch; by default those of this one.
+            kwargs: of the model, of the whole batch, such as `attention_mask`.
+
+        Returns:
+            The loss, in every process.
+        """
+        self.num_items = int((labels[:, 1:] != -100).sum()) if num_items is None else num_items
+        self.store.blocks.clear(), self.store.grads.clear()  # of a step that has failed
+        for stage in self.stages:
+            stage.submod.fold_queries()
+        losses: list[torch.Tensor] = []
+        numbers = [stage.stage_index for stage in self.stages]
+        self.schedule.step(
+            *((input_ids.to(self.device),) if 0 in numbers else ()),
+            target=labels.to(self.device) if len(self.ranks) - 1 in numbers else None,
+            losses=losses,
+            **{name: value.to(self.device) if torch.is_tensor(value) else value for name, value in kwargs.items()},
+        )
+        if self.store.blocks or self.store.grads:
+            raise RuntimeError(
+                "Blocks or gradients were left over after a step:"
+                f" {sorted(self.store.blocks)}, {sorted(self.store.grads)}."
+            )
+        self._check_unused()
+        if self.is_tied:
+            self._sum_tied()
+        loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
+        # The dtype of the last stage's
+        loss = loss.detach().to(torch.float64)
+        dist.broadcast(loss, self._global_rank(self.ranks[-1]), group=self.group)
+        return loss
+
+    def _global_rank(self, rank: int) -> int:
+        return rank if self.group is None else dist.get_global_rank(self.group, rank)
+
+    def _check_unused(self):
+        """A base may use what is not of a layer behind the first stage as well: its gradient would be lost."""
+        for stage in self.stages[int(self.stages[0].is_first) :]:
+            for name, parameter in stage.submod.model.trunk.named_parameters():
+                if not self._is_of_stage(name, stage) and parameter.grad is not None and parameter.grad.any():
+                    raise ValueError(
+                        f"Base `{self.config.base_model_type}` uses `{name}` in several stages of a pipeline, which"
+                        " is not supported."
+                    )
+
+    def _is_of_stage(self, name: str, stage: AttnResStage) -> bool:
+        """Whether a parameter of a stage's trunk is there for it, and not only because it is not of a layer."""
+        trunk = stage.submod.model.trunk
+        layers = next(path for path, module in trunk.named_modules() if module is decoder_layers(trunk))
+        if stage.is_first or name.startswith((f"{layers}.", "depth_queries.")):
+            return True
+        return isinstance(getattr(trunk, name.split(".")[0]), DepthReader)  # the final norm, in the last stage
+
+    def _tied(self) -> list[nn.Parameter]:
+        """The copies of a shared embedding that this process has."""
+        found = []
+        for stage in self.stages:
+            if stage.is_first:
+                found.append(stage.submod.model.get_input_embeddings().weight)
+            if stage.is_last:
+                found.append(stage.submod.model.get_output_embeddings().weight)
+        return found
+
+    def _sum_tied(self):
+        """Both copies of a shared embedding get the sum of their gradients."""
+        copies = [weight for weight in self._tied() if weight.requires_grad]
+        if not copies:
+            return
+        first, last = self.ranks[0], self.ranks[-1]
+        grads = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in copies]
+        total = sum(grads[1:], grads[0])
+        if first != last:
+            local = total.to_local() if isinstance(total, DTensor) else total
+            other = torch.empty_like(local)
+            peer = self._global_rank(last if self.rank == first else first)
+            for work in dist.batch_isend_irecv(
+                [
+                    dist.P2POp(dist.isend, local.contiguous(), peer, self.group),
+                    dist.P2POp(dist.irecv, other, peer, self.group),
+                ]
+            ):
+                work.wait()
+            local = local + other if self.rank == first else other + local
+            total = _like(local, total)
+        for weight in copies:
+            weight.grad = total.clone()
+
+    def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
+        """Scale the gradients of all stages so that their norm, which is returned, is at most `max_norm`."""
+        counted = [p.grad for _, p in self.named_parameters(copies=False) if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self.device)
+        square = _whole(norm).to(torch.float64).square()
+        dist.all_reduce(square, group=self.group)
+        parameters = [p for p in self.parameters() if p.grad is not None]
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, square.sqrt().to(norm.dtype))
+        return square.sqrt()
+
+    # Parameters
+
+    def named_parameters(self, copies: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this process's stages, by their names in the whole model.
+
+        Args:
+            copies: whether the copy of a shared embedding in the last stage is one of them.
+        """
+        embedding = next(
+            name for name, p in self.skeleton.named_parameters() if p is self.skeleton.get_input_embeddings().weight
+        )
+        for stage in self.stages:
+            model = stage.submod.model
+            prefix = next(name for name, module in model.named_modules() if module is model.trunk)
+            for name, parameter in model.named_parameters():
+                in_trunk = name.startswith(f"{prefix}.")
+                if self.is_tied and stage.is_last and parameter is model.get_output_embeddings().weight:
+                    if copies:
+                        yield embedding, parameter
+                elif not in_trunk or self._is_of_stage(name.removeprefix(f"{prefix}."), stage):
+                    yield name, parameter
+
+    def parameters(self) -> list[nn.Parameter]:
+        return [parameter for _, parameter in self.named_parameters()]
+
+    # Checkpoints
+
+    def save_pretrained(self, folder: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None):
+        """A checkpoint of the whole model, as its own `save_pretrained` writes it, and what an optimizer knows."""
+        weights = self._gather(dict(self.named_parameters(copies=False)))
+        state = {} if optimizer is None else self._gather(self._optimizer_state(optimizer))
+        if self.rank == 0:
+            self.skeleton.save_pretrained(folder, state_dict={**weights, **self._shared(weights)})
+            if optimizer is not None:
+                temporary = Path(folder) / f".{OPTIMIZER_FILE}"
+                save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary)
+                temporary.replace(Path(folder) / OPTIMIZER_FILE)
+        dist.barrier(group=self.group)
+
+    def _shared(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Other names of tied weights, as a state dict has them."""
+        by_id = {id(p): name for name, p in self.skeleton.named_parameters()}
+        names = {name: by_id[id(p)] for name, p in self.skeleton.named_parameters(remove_duplicate=False)}
+        return {name: weights[first] for name, first in names.items() if name != first}
+
+    def load_optimizer(self, folder: str | os.PathLike, optimizer: torch.optim.Optimizer):
+        """What an optimizer knew when a pipeline was saved, whatever that one's layout was."""
+        path = Path(folder) / OPTIMIZER_FILE
+        if not path.is_file():
+            raise FileNotFoundError(f"`{folder}` has no {OPTIMIZER_FILE}: it was saved without its optimizer.")
+        saved = load_file(path)
+        for name, parameter in self.named_parameters():
+            for key in [key for key in saved if key.startswith(f"{name}|")]:
+                kind = key.rpartition("|")[2]
+                tensor = saved[key]
+                if tensor.shape == parameter.shape and isinstance(parameter, DTensor):
+                    tensor = _like(tensor, parameter, is_whole=True)
+                optimizer.state[parameter][kind] = tensor if kind == "step" else tensor.to(parameter.device)
+
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
+        return {
+            f"{name}|{kind}": value
+            for name, parameter in self.named_parameters(copies=False)
+            for kind, value in optimizer.state.get(parameter, {}).items()
+            if torch.is_tensor(value)
+        }
+
+    def _gather(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """In the first process what all of them have; of depth queries each stage has the rows of its sites."""
+        mine = {name: _whole(tensor).detach().cpu() for name, tensor in tensors.items()}
+        rows = [(stage.route.entry_site, stage.route.exit_site + stage.is_last) for stage in self.stages]
+        gathered: list = [None] * len(set(self.ranks)) if self.rank == 0 else []
+        dist.gather_object((mine, rows), gathered or None, self._global_rank(0), group=self.group)
+        whole: dict[str, torch.Tensor] = {}
+        num_sites = self.config.num_sites
+        for of_rank, rows_of_rank in gathered:
+            for name, tensor in of_rank.items():
+                if ".depth_queries." not in f".{name}" or tensor.ndim == 0 or len(tensor) != num_sites:
+                    whole[name] = tensor
+                    continue
+                merged = whole.setdefault(name, torch.empty_like(tensor))
+                for start, end in rows_of_rank:
+                    merged[start:end] = tensor[start:end]
+        return whole
+
+
+def spread(num_layers: int, num_stages: int) -> list[int]:
+    """Layers of each stage, as even as they can be, the first ones with a layer more."""
+    if num_layers < num_stages:
+        raise ValueError(f"A model of {num_layers} layers cannot be divided into {num_stages} stages.")
+    fewest, others = divmod(num_layers, num_stages)
+    return [fewest + (i < others) for i in range(num_stages)]
+
+
+def _whole(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _like(tensor: torch.Tensor, other: torch.Tensor, is_whole: bool = False) -> torch.Tensor:
+    """A tensor that is divided over processes as another one is."""
+    if not isinstance(other, DTensor):
+        return tensor
+    if is_whole:
+        from torch.distributed.tensor import distribute_tensor
+
+        return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements)
+    return DTensor.from_local(tensor, other.device_mesh, other.placements, shape=other.shape, stride=other.stride())
+
+
+__all__ = ["AttnResPipeline", "StageRoute", "sites_of_stages", "spread"]
