@@ -67,8 +67,9 @@ class AttnResPipeline:
         group: the processes of the pipeline; by default all of them.
         device: where this process computes.
         cache: `False` sends every block over every boundary, to compare with.
-        parallelize: called with the model of every stage before it is used, to divide it further: with
-            `fully_shard` or `parallelize_module`, over other dimensions of a device mesh.
+        parallelize: called with the module of every stage, whose `model` has its layers, to divide it further, with
+            `fully_shard` or `parallelize_module` over other dimensions of a device mesh. With FSDP2 the module itself
+            is the last to be sharded, and the depth queries are a unit of their own, as they may be of another dtype.
 
     Raises:
         ValueError: for a schedule, or numbers, that do not go together.
@@ -87,7 +88,7 @@ class AttnResPipeline:
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         cache: bool = True,
-        parallelize: Callable[[AttnResForCausalLM], None] | None = None,
+        parallelize: Callable[[StageModule], None] | None = None,
     ):
         schedule_class = get_schedule_class(schedule)
         is_single, is_v = issubclass(schedule_class, PipelineScheduleSingle), schedule.lower() in V_SCHEDULES
@@ -117,14 +118,14 @@ class AttnResPipeline:
         self.routes = route_blocks(sites, self.ranks, self.config.attn_res_block_size, cache=cache)
         self.is_tied = self.config.tie_word_embeddings and num_stages > 1
         self.store, self.num_items = BlockStore(), 1
-        self.skeleton = copy.deepcopy(model).to("meta")  # names and shapes of the whole
+        self.skeleton = _without_weights(model)
         self.stages: list[AttnResStage] = []
         shape = batch_size // microbatches, sequence_length
         for number in [i for i, rank in enumerate(self.ranks) if rank == self.rank]:
-            part = self._part(model, number)
+            module = StageModule(self._part(model, number), self.routes[number], number == num_stages - 1)
             if parallelize is not None:
-                parallelize(part)
-            self.stages.append(self._stage(part, number, shape))
+                parallelize(module)
+            self.stages.append(self._stage(module, number, shape))
         self.schedule = schedule_class(
             self.stages[0] if is_single else self.stages,
             n_microbatches=microbatches,
@@ -154,8 +155,8 @@ class AttnResPipeline:
                     setattr(part, name, PassThrough())
         return part.to(self.device)
 
-    def _stage(self, part: AttnResForCausalLM, number: int, shape: tuple[int, int]) -> AttnResStage:
-        route, is_last = self.routes[number], number == len(self.ranks) - 1
+    def _stage(self, module: StageModule, number: int, shape: tuple[int, int]) -> AttnResStage:
+        route = module.route
         embeddings = self.skeleton.get_input_embeddings().weight
 
         def on_the_wire(site: int, blocks: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
@@ -170,11 +171,11 @@ class AttnResPipeline:
         else:
             received = on_the_wire(route.entry_site, route.received)
         sent = on_the_wire(route.exit_site, route.sent)
-        if is_last:
+        if module.is_last:
             logits = torch.empty(*shape, self.config.vocab_size, dtype=embeddings.dtype, device="meta")
             sent = (logits.requires_grad_(),)
-        stage = AttnResStage(
-            StageModule(part, route, is_last),
+        return AttnResStage(
+            module,
             number,
             len(self.ranks),
             self.device,
@@ -183,7 +184,6 @@ class AttnResPipeline:
             group=self.group,
             store=self.store,
         )
-        return stage
 
     # Training
 
@@ -209,7 +209,10 @@ class AttnResPipeline:
         self.num_items = int((labels[:, 1:] != -100).sum()) if num_items is None else num_items
         self.store.blocks.clear(), self.store.grads.clear()  # of a step that has failed
         for stage in self.stages:
-            stage.submod.fold_queries()
+            stage.submod.forget_queries()
+        earlier = [(weight, weight.grad) for weight in self._tied()] if self.is_tied else []
+        for weight, _ in earlier:
+            weight.grad = None
         losses: list[torch.Tensor] = []
         numbers = [stage.stage_index for stage in self.stages]
         self.schedule.step(
@@ -226,6 +229,9 @@ class AttnResPipeline:
         self._check_unused()
         if self.is_tied:
             self._sum_tied()
+        for weight, grad in earlier:
+            if grad is not None:
+                weight.grad = grad if weight.grad is None else grad + weight.grad
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
         # The dtype of the last stage's
         loss = loss.detach().to(torch.float64)
@@ -264,7 +270,7 @@ class AttnResPipeline:
         return found
 
     def _sum_tied(self):
-        """Both copies of a shared embedding get the sum of their gradients."""
+        """Both copies of a shared embedding get the sum of their gradients, here of this step alone."""
         copies = [weight for weight in self._tied() if weight.requires_grad]
         if not copies:
             return
@@ -302,12 +308,16 @@ class AttnResPipeline:
     def named_parameters(self, copies: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
         """The parameters of this process's stages, by their names in the whole model.
 
+        Each stage has depth queries of its own, of which the rows of its sites count.
+
         Args:
             copies: whether the copy of a shared embedding in the last stage is one of them.
         """
-        embedding = next(
-            name for name, p in self.skeleton.named_parameters() if p is self.skeleton.get_input_embeddings().weight
-        )
+        return ((name, parameter) for _, name, parameter in self._parameters(copies))
+
+    def _parameters(self, copies: bool) -> Iterator[tuple[AttnResStage, str, nn.Parameter]]:
+        shared = self.skeleton.get_input_embeddings().weight
+        embedding = next(name for name, parameter in self.skeleton.named_parameters() if parameter is shared)
         for stage in self.stages:
             model = stage.submod.model
             prefix = next(name for name, module in model.named_modules() if module is model.trunk)
@@ -315,9 +325,9 @@ class AttnResPipeline:
                 in_trunk = name.startswith(f"{prefix}.")
                 if self.is_tied and stage.is_last and parameter is model.get_output_embeddings().weight:
                     if copies:
-                        yield embedding, parameter
+                        yield stage, embedding, parameter
                 elif not in_trunk or self._is_of_stage(name.removeprefix(f"{prefix}."), stage):
-                    yield name, parameter
+                    yield stage, name, parameter
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named_parameters()]
@@ -325,16 +335,19 @@ class AttnResPipeline:
     # Checkpoints
 
     def save_pretrained(self, folder: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None):
-        """A checkpoint of the whole model, as its own `save_pretrained` writes it, and what an optimizer knows."""
-        weights = self._gather(dict(self.named_parameters(copies=False)))
+        """A checkpoint of the whole model, as its own `save_pretrained` writes it, and what an optimizer knows.
+
+        Called by every process. The first one of all writes, which also has all of it in memory.
+        """
+        weights = self._gather(list(self._parameters(copies=False)))
         state = {} if optimizer is None else self._gather(self._optimizer_state(optimizer))
-        if self.rank == 0:
+        if dist.get_rank() == 0:  # and not the first of each of several pipelines
             self.skeleton.save_pretrained(folder, state_dict={**weights, **self._shared(weights)})
             if optimizer is not None:
                 temporary = Path(folder) / f".{OPTIMIZER_FILE}"
                 save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary)
                 temporary.replace(Path(folder) / OPTIMIZER_FILE)
-        dist.barrier(group=self.group)
+        dist.barrier()
 
     def _shared(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Other names of tied weights, as a state dict has them."""
@@ -351,36 +364,34 @@ class AttnResPipeline:
         for name, parameter in self.named_parameters():
             for key in [key for key in saved if key.startswith(f"{name}|")]:
                 kind = key.rpartition("|")[2]
-                tensor = saved[key]
+                tensor = saved[key].clone()  # of copies each has its own
                 if tensor.shape == parameter.shape and isinstance(parameter, DTensor):
                     tensor = _like(tensor, parameter, is_whole=True)
                 optimizer.state[parameter][kind] = tensor if kind == "step" else tensor.to(parameter.device)
 
-    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict[str, torch.Tensor]:
-        return {
-            f"{name}|{kind}": value
-            for name, parameter in self.named_parameters(copies=False)
+    def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> list[tuple[AttnResStage, str, torch.Tensor]]:
+        return [
+            (stage, f"{name}|{kind}", value)
+            for stage, name, parameter in self._parameters(copies=False)
             for kind, value in optimizer.state.get(parameter, {}).items()
             if torch.is_tensor(value)
-        }
+        ]
 
-    def _gather(self, tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    def _gather(self, tensors: Sequence[tuple[AttnResStage, str, torch.Tensor]]) -> dict[str, torch.Tensor]:
         """In the first process what all of them have; of depth queries each stage has the rows of its sites."""
-        mine = {name: _whole(tensor).detach().cpu() for name, tensor in tensors.items()}
-        rows = [(stage.route.entry_site, stage.route.exit_site + stage.is_last) for stage in self.stages]
+        mine = [
+            (name, _whole(tensor).detach().cpu(), (stage.route.entry_site, stage.route.exit_site + stage.is_last))
+            for stage, name, tensor in tensors
+        ]
         gathered: list = [None] * len(set(self.ranks)) if self.rank == 0 else []
-        dist.gather_object((mine, rows), gathered or None, self._global_rank(0), group=self.group)
-        whole: dict[str, torch.Tensor] = {}
-        num_sites = self.config.num_sites
-        for of_rank, rows_of_rank in gathered:
-            for name, tensor in of_rank.items():
-                if ".depth_queries." not in f".{name}" or tensor.ndim == 0 or len(tensor) != num_sites:
-                    whole[name] = tensor
-                    continue
-                merged = whole.setdefault(name, torch.empty_like(tensor))
-                for start, end in rows_of_rank:
-                    merged[start:end] = tensor[start:end]
-        return whole
+        dist.gather_object(mine, gathered or None, self._global_rank(0), group=self.group)
+        found: dict[str, torch.Tensor] = {}
+        for name, tensor, (start, end) in [of_tensor for of_rank in gathered for of_tensor in of_rank]:
+            if ".depth_queries." in f".{name}" and tensor.ndim:
+                found.setdefault(name, torch.empty_like(tensor))[start:end] = tensor[start:end]
+            else:
+                found[name] = tensor
+        return found
 
 
 def spread(num_layers: int, num_stages: int) -> list[int]:
@@ -389,6 +400,14 @@ def spread(num_layers: int, num_stages: int) -> list[int]:
         raise ValueError(f"A model of {num_layers} layers cannot be divided into {num_stages} stages.")
     fewest, others = divmod(num_layers, num_stages)
     return [fewest + (i < others) for i in range(num_stages)]
+
+
+def _without_weights(model: AttnResForCausalLM) -> AttnResForCausalLM:
+    """Names, shapes and configs of a model."""
+    memo: dict[int, torch.Tensor] = {id(buffer): buffer.to("meta") for buffer in model.buffers()}
+    for parameter in model.parameters():
+        memo[id(parameter)] = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+    return copy.deepcopy(model, memo)
 
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:

@@ -29,8 +29,12 @@ class StageModule(nn.Module):
         self.queries: list[torch.Tensor] = []
         model.trunk.fold_queries = lambda: self.queries
 
-    def fold_queries(self):
-        """Fold the queries for all microbatches of a step.
+    def forget_queries(self):
+        """To be called when parameters have changed: a step folds the queries once, for all its microbatches."""
+        self.folded, self.queries = (), []
+
+    def _fold_queries(self):
+        """Fold the queries in the first forward pass of a step, as FSDP2 gathers parameters in there.
 
         What the layers are given is cut off, as all reads of a stage have a part of it: a zero-bubble schedule, which
         goes back from each weight's uses on its own, would go through the whole stage for that of the queries.
@@ -56,6 +60,8 @@ class StageModule(nn.Module):
         Returns:
             What the next stage is sent, or logits.
         """
+        if not self.folded:
+            self._fold_queries()
         inputs = {"input_ids": tensors[0]} if self.route.entry_site == 0 else {"inputs_embeds": self._stream(tensors)}
         model = self.model if self.is_last else self.model.trunk
         outputs = model(**inputs, **kwargs, use_cache=False)
@@ -63,9 +69,10 @@ class StageModule(nn.Module):
             return outputs.logits
         stream = outputs.last_hidden_state
         open_block = () if stream.partial is None else (stream.partial, *getattr(stream, "outputs", ()))
-        sent = (stream.blocks[block] for block in self.route.sent)
-        # Zero-bubble schedules detach in place what a stage has returned, which what it was given must not be
-        return *open_block, *(block.clone() if block.is_leaf else block for block in sent)
+        sent = *open_block, *(stream.blocks[block] for block in self.route.sent)
+        # Zero-bubble schedules detach in place what a stage has returned, which cannot be done to a view, and must not
+        # to what it was given
+        return tuple(tensor.clone() if tensor.is_leaf or tensor._is_view() else tensor for tensor in sent)
 
     def _stream(self, tensors: tuple[torch.Tensor, ...]) -> DepthStream:
         num_open = self.num_open[0]

@@ -1,0 +1,403 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Training over the stages of a pipeline: what crosses, and that it computes what one process computes."""
+
+import copy
+import itertools
+import os
+import tempfile
+
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+from tiny_models import tiny_base_config
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+from transformers import AutoModelForCausalLM
+
+from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.parallel import AttnResPipeline, num_transfers, route_blocks, sites_of_stages
+from attnres.parallel.pipeline import spread
+from attnres.parallel.stage import BlockStore
+
+
+# --- routing
+
+
+def loop(processes, rounds):
+    return [i % processes for i in range(processes * rounds)]
+
+
+def v_shape(processes):
+    return [*range(processes), *reversed(range(processes))]
+
+
+@pytest.mark.parametrize(
+    "processes, rounds, naive, cached", [(2, 2, 9, 4), (2, 4, 35, 8), (4, 2, 35, 21), (4, 4, 135, 45), (8, 1, 35, 35)]
+)
+def test_blocks_that_cross(processes, rounds, naive, cached):
+    """A block for each stage, as in the paper, which does not count the one that the stage in front has just closed:
+    for 4 processes with 2 stages each it has 28 and, with a cache, 22; here the same numbers are 28 and 14."""
+    ranks = loop(processes, rounds)
+    hops = len(ranks) - 1
+    sites = [4 * i for i in range(len(ranks) + 1)]
+    assert num_transfers(route_blocks(sites, ranks, 4, cache=False), ranks) == naive == hops * (hops + 3) // 2
+    # In the first round all, and later what the other processes have closed since
+    first_round = (processes - 1) * (processes + 2) // 2
+    later = processes * (rounds - 1) * (processes - 1)
+    assert num_transfers(route_blocks(sites, ranks, 4), ranks) == cached == first_round + later
+
+
+def layouts():
+    for processes, rounds in itertools.product((1, 2, 3, 4), (1, 2, 3)):
+        num_stages = processes * rounds
+        if num_stages > 1:
+            shapes = [loop(processes, rounds)] + [v_shape(processes)] * (rounds == 2)
+            for ranks, block_size, lengths in itertools.product(shapes, (1, 2, 3, 5, 100), ((2,), (1, 4), (3, 2, 2))):
+                sites = [0, *itertools.accumulate(itertools.islice(itertools.cycle(lengths), num_stages))]
+                yield sites, ranks, block_size
+
+
+@pytest.mark.parametrize("cache", [True, False])
+def test_every_stage_has_what_it_reads(cache):
+    """Blocks and stages may end anywhere. Nothing is sent that a process has, but what its last stage has closed."""
+    for sites, ranks, block_size in layouts():
+        has = {rank: set() for rank in ranks}
+        for i, route in enumerate(route_blocks(sites, ranks, block_size, cache=cache)):
+            assert (route.entry_site, route.exit_site) == (sites[i], sites[i + 1])
+            given = {*route.received, *route.cached}
+            assert given == ({*range(sites[i] // block_size + 1)} if i else set())
+            assert not {*route.received} & {*route.cached} and {*route.cached} <= has[ranks[i]]
+            if cache and i and ranks[i] != ranks[i - 1]:
+                assert not {*route.received} & has[ranks[i]]
+            assert {*route.sent} <= given | {*route.closed} and not given & {*route.closed}
+            has[ranks[i]] |= given | {*route.closed}
+            if ranks[i] not in ranks[i + 1 :]:
+                assert not route.kept
+        assert has[ranks[-1]] == {*range(sites[-1] // block_size + 1)}
+
+
+@pytest.mark.parametrize("sites, ranks", [([0, 2, 4], [0]), ([0, 2, 2], [0, 1]), ([1, 2, 3], [0, 1])])
+def test_wrong_routes(sites, ranks):
+    with pytest.raises(ValueError, match="must grow from 0"):
+        route_blocks(sites, ranks, 2)
+
+
+def test_layers_of_stages():
+    config = AttnResConfig.from_base_config(tiny_base_config("llama"))
+    assert spread(7, 3) == [3, 2, 2] and sites_of_stages(config, [1, 3]) == [0, 2, 8]
+    with pytest.raises(ValueError, match=r"`layers_per_stage=\[1, 2\]` must be .* sum to the 4 layers"):
+        sites_of_stages(config, [1, 2])
+    with pytest.raises(ValueError, match="4 layers cannot be divided into 5 stages"):
+        spread(4, 5)
+
+
+# --- training
+
+
+BATCH = torch.randint(3, 97, (8, 7), generator=torch.Generator().manual_seed(0))
+
+
+def make_model(family="llama", block_size=3, num_hidden_layers=8, frozen=False, checkpointing=False, **fields):
+    of_base = {name: fields.pop(name) for name in ("tie_word_embeddings",) if name in fields}
+    torch.manual_seed(0)
+    base = tiny_base_config(family, num_hidden_layers=num_hidden_layers, **of_base)
+    model = AttnResForCausalLM(AttnResConfig.from_base_config(base, block_size=block_size, **fields)).double().train()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")  # the others have no fp64
+    with torch.no_grad():
+        for tensor in model.trunk.depth_queries.parameters():
+            tensor.add_(torch.randn_like(tensor) * 0.3)
+    if checkpointing:
+        model.gradient_checkpointing_enable()
+    if frozen:
+        for name, parameter in model.named_parameters():
+            parameter.requires_grad_("depth_queries" in name)
+    return model
+
+
+def in_processes(function, num_processes, *args):
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = function, num_processes, f"file://{folder}/meeting", args
+        torch.multiprocessing.spawn(_in_process, args=arguments, nprocs=num_processes)
+
+
+def _in_process(rank, function, num_processes, meeting, args):
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_processes))
+    torch.set_num_threads(1)
+    torch.set_default_dtype(torch.float64)
+    dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=num_processes)
+    try:
+        function(rank, *args)
+    finally:
+        dist.destroy_process_group()
+
+
+def pipeline_of(model, **settings):
+    settings = {"microbatches": 4, "batch_size": 8, "sequence_length": 7, **settings}
+    return AttnResPipeline(model, **settings)
+
+
+def whole(tensor):
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def worst_gradient(pipeline, model) -> float:
+    """The largest difference from the gradients of the whole model, over all processes, relative to the tensor's."""
+    expected, worst, seen = dict(model.named_parameters()), 0.0, set()
+    for stage in pipeline.stages:
+        for name, parameter in stage.submod.model.named_parameters():
+            if "depth_queries" in name:
+                rows = slice(stage.route.entry_site, stage.route.exit_site + stage.is_last)
+                worst = max(worst, relative(whole(parameter.grad)[rows], expected[name].grad[rows]))
+                others = torch.ones(len(parameter), dtype=torch.bool)
+                others[rows] = False
+                assert not whole(parameter.grad)[others].any()
+    for name, parameter in pipeline.named_parameters():
+        seen.add(name)
+        if "depth_queries" not in name and expected[name].requires_grad:
+            worst = max(worst, relative(whole(parameter.grad), expected[name].grad))
+    gathered = [None] * dist.get_world_size()
+    dist.all_gather_object(gathered, (worst, seen))
+    assert set().union(*(names for _, names in gathered)) == {*expected}, "some parameters are of no stage"
+    return max(worst for worst, _ in gathered)
+
+
+def relative(found, expected) -> float:
+    return ((found - expected).abs().max() / expected.abs().max().clamp(min=1e-30)).item()
+
+
+class Wire:
+    """Counts the numbers that this process sends while it is active."""
+
+    def __enter__(self):
+        self.sent, self.original = 0, dist.P2POp
+
+        class Counted(dist.P2POp):
+            def __init__(operation, op, tensor, *args, **kwargs):
+                super().__init__(op, tensor, *args, **kwargs)
+                self.sent += tensor.numel() if op is dist.isend else 0
+
+        dist.P2POp = Counted
+        return self
+
+    def __exit__(self, *exception):
+        dist.P2POp = self.original
+
+
+def _gradients(rank, cases):
+    for settings, of_model in cases:
+        model = make_model(**of_model)
+        expected = model(BATCH, labels=BATCH).loss
+        expected.backward()
+        pipeline = pipeline_of(model, **settings)
+        with Wire() as wire:
+            loss = pipeline.step(BATCH, BATCH)
+        # Its logits are cast to fp32
+        assert abs(loss - expected.detach()) < 1e-6, (settings, of_model)
+        worst = worst_gradient(pipeline, model)
+        assert worst < 1e-12, (settings, of_model, worst)
+        check_wire(pipeline, wire, model)
+        pipeline.step(BATCH, BATCH)  # added to those of the first
+        for parameter in model.parameters():
+            parameter.grad = None if parameter.grad is None else 2 * parameter.grad
+        assert worst_gradient(pipeline, model) < 1e-12, (settings, of_model)
+
+
+def check_wire(pipeline, wire, model):
+    """As many numbers have been sent as the routes say: forward, and the gradients back."""
+    routes, ranks, block_size = pipeline.routes, pipeline.ranks, model.config.attn_res_block_size
+    tensors = num_transfers(routes, ranks)
+    for route, rank, other in zip(routes, ranks, ranks[1:]):
+        if rank != other:
+            num_open = route.exit_site % block_size
+            tensors += min(num_open, 1) + (num_open if model.config.attn_res_open_block == "each" else 0)
+    sent = torch.tensor(wire.sent)
+    dist.all_reduce(sent)
+    expected = 2 * tensors * BATCH.numel() * model.config.hidden_size
+    if pipeline.is_tied and ranks[0] != ranks[-1]:
+        expected += 2 * model.get_input_embeddings().weight.numel()
+    assert sent == expected, (sent, expected)
+
+
+SCHEDULES = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
+FIRST_CASES = [
+    ({"schedule": "1F1B"}, {"block_size": 3}),
+    (
+        {"schedule": "Interleaved1F1B", "layers_per_stage": [3, 1, 2, 2]},
+        {"family": "qwen3", "tie_word_embeddings": True},
+    ),
+    ({"schedule": "ZBVZeroBubble", "microbatches": 8}, {"block_size": 2, "attn_res_query": "input"}),
+    ({"schedule": "Interleaved1F1B"}, {"frozen": True}),
+]
+
+
+def test_gradients():
+    """Also the numbers on the wire, and that gradients are added to those of an earlier step."""
+    in_processes(_gradients, 2, FIRST_CASES)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("num_processes", [2, 4])
+def test_gradients_of_all_schedules(num_processes):
+    cases = [({"schedule": schedule}, {"block_size": 3}) for schedule in ("GPipe", "1F1B")]
+    cases += [({"schedule": "1F1B"}, {"block_size": block_size}) for block_size in (1, 2, 4, 16)]
+    cases += [
+        ({"schedule": schedule, "microbatches": 8, "cache": cache}, {"block_size": block_size})
+        for schedule, cache, block_size in itertools.product(SCHEDULES, (True, False), (2, 3))
+    ]
+    for fields in (
+        {"attn_res_open_block": "each", "attn_res_num_heads": 2},
+        {"attn_res_query": "hybrid", "attn_res_query_rank": 3},
+        {"attn_res_weights": "sigmoid"},
+        {"frozen": True},
+        {"family": "qwen3_moe"},
+        {"family": "granite"},
+    ):
+        cases += [
+            ({"schedule": schedule, "microbatches": 8}, fields) for schedule in ("1F1B", "InterleavedZeroBubble")
+        ]
+    cases += [({"schedule": schedule}, {"checkpointing": True}) for schedule in ("1F1B", "Interleaved1F1B")]
+    if num_processes == 2:
+        cases.append(({"schedule": "Interleaved1F1B", "layers_per_stage": [1] * 8, "stages_per_rank": 4}, {}))
+        cases.append(({"schedule": "1F1B", "layers_per_stage": [7, 1]}, {}))
+    in_processes(_gradients, num_processes, cases)
+
+
+def _without_deposits(rank):
+    model = make_model(block_size=2)
+    model(BATCH, labels=BATCH).loss.backward()
+    BlockStore.deposit = lambda self, key, grad: None
+    pipeline = pipeline_of(model, schedule="Interleaved1F1B")
+    pipeline.step(BATCH, BATCH)
+    assert worst_gradient(pipeline, model) > 0.05
+
+
+@pytest.mark.slow
+def test_a_dropped_gradient_is_seen():
+    """A mutant that forgets the gradients of blocks which a later stage has taken from memory."""
+    in_processes(_without_deposits, 2)
+
+
+def _padded(rank):
+    """Rows of different lengths: the loss is over all tokens and not a mean of the microbatches'."""
+    mask = (torch.arange(7) < torch.arange(8, 0, -1).clamp(3, 7)[:, None]).long()
+    labels = BATCH.masked_fill(mask == 0, -100)
+    model = make_model()
+    expected = model(BATCH, attention_mask=mask, labels=labels).loss
+    expected.backward()
+    pipeline = pipeline_of(model, schedule="Interleaved1F1B")
+    loss = pipeline.step(BATCH, labels, attention_mask=mask)
+    assert abs(loss - expected) < 1e-6 and worst_gradient(pipeline, model) < 1e-12
+    norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+    assert relative(pipeline.clip_grad_norm_(0.1), norm) < 1e-12 and worst_gradient(pipeline, model) < 1e-12
+
+
+def _layouts_of_a_run(rank, folder):
+    """Two steps in one layout and two in another are four in one process."""
+    for of_model in ({}, {"family": "qwen3", "tie_word_embeddings": True}):
+        model = make_model(**of_model)
+        whole_model = copy.deepcopy(model)
+        optimizer = torch.optim.AdamW(whole_model.parameters(), lr=1e-3)
+        for _ in range(4):
+            optimizer.zero_grad()
+            whole_model(BATCH, labels=BATCH).loss.backward()
+            torch.nn.utils.clip_grad_norm_(whole_model.parameters(), 0.5)
+            optimizer.step()
+        for number, settings in enumerate(({"schedule": "1F1B"}, {"schedule": "ZBVZeroBubble", "microbatches": 8})):
+            pipeline = pipeline_of(model, **settings)
+            optimizer = torch.optim.AdamW(pipeline.parameters(), lr=1e-3)
+            if number:
+                pipeline.load_optimizer(f"{folder}/0", optimizer)
+            for _ in range(2):
+                optimizer.zero_grad()
+                pipeline.step(BATCH, BATCH)
+                pipeline.clip_grad_norm_(0.5)
+                optimizer.step()
+            pipeline.save_pretrained(f"{folder}/{number}", optimizer)
+            model = AutoModelForCausalLM.from_pretrained(f"{folder}/{number}", dtype=torch.float64).train()
+        for (name, found), (_, expected) in zip(model.named_parameters(), whole_model.named_parameters()):
+            # Adam divides by the square root of squares: where these are rounding errors it makes steps of them
+            assert (found - expected).abs().max() < 1e-9, name
+        if rank == 0:
+            names = {*load_file(f"{folder}/1/model.safetensors")}
+            whole_model.save_pretrained(f"{folder}/whole")
+            assert names == {*load_file(f"{folder}/whole/model.safetensors")}
+        dist.barrier()
+
+
+def _errors(rank):
+    model = make_model()
+    for settings, message in (
+        ({"schedule": "1F1B", "stages_per_rank": 2}, "Schedule 1F1B takes 1 stage of each process, not 2"),
+        ({"schedule": "ZBVZeroBubble", "stages_per_rank": 3}, "takes 2 stages of each process, not 3"),
+        ({"microbatches": 3}, "`microbatches=3` must divide `batch_size=8`"),
+        ({"layers_per_stage": [1, 1, 6]}, "is of 3 stages, and 2 processes with 1 each have 2"),
+        ({"schedule": "no such"}, "Unknown schedule name"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pipeline_of(model, **settings)
+    moe = make_model("qwen3_moe")
+    moe.config.output_router_logits = True
+    with pytest.raises(ValueError, match="set it to False in the config"):
+        pipeline_of(moe)
+    pipeline = pipeline_of(model)
+    with pytest.raises(FileNotFoundError, match="saved without its optimizer"):
+        pipeline.load_optimizer("/nowhere", torch.optim.SGD(pipeline.parameters(), lr=1.0))
+
+
+def _several(rank, folder):
+    _padded(rank)
+    _layouts_of_a_run(rank, folder)
+    _errors(rank)
+
+
+def test_a_run(tmp_path):
+    """Padding, clipping, an optimizer, another layout, wrong settings."""
+    in_processes(_several, 2, str(tmp_path))
+
+
+def _composed(rank, folder, kind):
+    """Two stages of two processes each, which share a stage's parameters, and with FSDP2 the batch."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "inner"))
+    inner = mesh["inner"]
+
+    def parallelize(stage):
+        if kind == "tp":
+            plan = {f"{name}_proj": ColwiseParallel() for name in ("gate", "up")} | {"down_proj": RowwiseParallel()}
+            for layer in stage.model.trunk.layers:
+                if hasattr(layer, "mlp"):
+                    parallelize_module(layer.mlp, inner, plan)
+            return
+        for layer in stage.model.trunk.layers:
+            if hasattr(layer, "mlp"):
+                fully_shard(layer, mesh=inner)
+        fully_shard(stage.model.trunk.depth_queries, mesh=inner)
+        fully_shard(stage, mesh=inner)
+
+    model = make_model()
+    model(BATCH, labels=BATCH).loss.backward()
+    mine = BATCH if kind == "tp" else BATCH.chunk(2)[inner.get_local_rank()]
+    pipeline = pipeline_of(
+        model,
+        schedule="Interleaved1F1B",
+        group=mesh["pp"].get_group(),
+        batch_size=len(mine),
+        parallelize=parallelize,
+        **{"microbatches": 4},
+    )
+    # FSDP2 takes the mean over the processes of what each has of the sum
+    num_items = BATCH[:, 1:].numel() // (1 if kind == "tp" else 2)
+    pipeline.step(mine, mine, num_items=num_items)
+    assert worst_gradient(pipeline, model) < 1e-12
+    pipeline.save_pretrained(f"{folder}/{kind}")
+    saved = load_file(f"{folder}/{kind}/model.safetensors")
+    assert all(saved[name].equal(parameter) for name, parameter in model.named_parameters())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["fsdp", "tp"])
+def test_composed(kind, tmp_path):
+    in_processes(_composed, 4, str(tmp_path), kind)
