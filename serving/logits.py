@@ -36,10 +36,10 @@ class HeadOfBase:
 
     def _try(self, config):
         """Run on one token, as a head that fails should fail while a server loads and not when it is asked."""
-        logits = torch.randn(1, config.vocab_size)
+        logits = torch.randn(1, config.vocab_size, device="cpu")
         try:
             self.model.set_output_embeddings(_Head(lambda hidden_states: logits))
-            found = self(torch.zeros(1, config.hidden_size))
+            found = self(torch.zeros(1, config.hidden_size, device="cpu"))
             if found is None or found.shape != logits.shape:
                 raise RuntimeError("its logits have another shape")
         except Exception as error:

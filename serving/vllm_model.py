@@ -35,6 +35,15 @@ class AttnResForCausalLM(TransformersForCausalLM):
             self.logits_processor.scale, self.logits_processor.soft_cap = 1.0, None
             self.head_of_base = HeadOfBase(self.config, super().compute_logits)
 
+    def _create_hf_to_vllm_mapper(self):
+        # By the name of the architecture it finds how tensors of the base's files have been renamed since
+        architectures = self.config.architectures
+        self.config.architectures = self.config.to_base_config().architectures
+        try:
+            super()._create_hf_to_vllm_mapper()
+        finally:
+            self.config.architectures = architectures
+
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor | None:
         return self.head_of_base(hidden_states)
 

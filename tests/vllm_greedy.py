@@ -40,7 +40,15 @@ SIZES = {
     "max_position_embeddings": 256,
     "sliding_window": 256,
 }
+LATENT = {"head_dim": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 SETTINGS = {
+    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "youtu"), LATENT),
+    "dbrx": {
+        "d_model": 128,
+        "max_seq_len": 256,
+        "ffn_config": {"hidden_size": 128, "ffn_hidden_size": 192, "moe_num_experts": 4, "moe_top_k": 2},
+    },
+    "granitemoehybrid": {"mamba_n_heads": 8, "mamba_d_head": 32},
     "qwen3": {"tie_word_embeddings": True, "layer_types": ["full_attention"] * 4},
     "gemma3_text": {"final_logit_softcapping": 2.0},
     "granite": {"logits_scaling": 3.0},
@@ -61,6 +69,7 @@ def make(family: str, folder: Path, options: dict):
 
     tokenizer = train_tokenizer([Path(os.__file__).read_text()], vocab_size=512)
     settings = {"vocab_size": len(tokenizer), "bos_token_id": 0, **SIZES, **SETTINGS.get(family, {})}
+    settings = {name: value for name, value in settings.items() if value is not None}
     base = native_model(decoder_config(family, **settings))
     model = converted(base, block_size=3)
     randomize_queries(model.base_model)
