@@ -107,6 +107,7 @@ def test_navigation_lists_every_page_once():
         "models": "attnres",
         "conversion": "attnres.conversion",
         "training": "attnres.training",
+        "parallel": "attnres.parallel",
         "inspection": "attnres.inspection",
         "evaluation": "attnres.eval",
     }.items(),

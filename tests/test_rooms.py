@@ -23,6 +23,7 @@ ROOMS = (
         "conversion",
         "inspection",
         "training",
+        "parallel",
         "serving",
         "demo",
         "benchmarks",
