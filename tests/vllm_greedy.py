@@ -40,9 +40,10 @@ SIZES = {
     "max_position_embeddings": 256,
     "sliding_window": 256,
 }
-LATENT = {"head_dim": None, "qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
+LATENT = {"qk_nope_head_dim": 16, "qk_rope_head_dim": 16, "v_head_dim": 32}
 SETTINGS = {
-    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash", "youtu"), LATENT),
+    **dict.fromkeys(("axk1", "deepseek_v3", "longcat_flash"), LATENT),
+    "youtu": {**LATENT, "pad_token_id": None},  # transformers empties its row of the embedding while it loads a model
     "dbrx": {
         "d_model": 128,
         "max_seq_len": 256,
@@ -69,7 +70,8 @@ def make(family: str, folder: Path, options: dict):
 
     tokenizer = train_tokenizer([Path(os.__file__).read_text()], vocab_size=512)
     settings = {"vocab_size": len(tokenizer), "bos_token_id": 0, **SIZES, **SETTINGS.get(family, {})}
-    settings = {name: value for name, value in settings.items() if value is not None}
+    if "qk_rope_head_dim" in settings:
+        del settings["head_dim"]  # is that of the part with positions
     base = native_model(decoder_config(family, **settings))
     model = converted(base, block_size=3)
     randomize_queries(model.base_model)
