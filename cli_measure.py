@@ -269,3 +269,51 @@ def bench(
     else:
         console.print(Markdown((output / "bench.md").read_text()))
         say_written(wrote)
+
+
+def plan(
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint, of an AttnRes model or of a base.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Processes that share a layer.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Processes among which the layers are spread.")] = 1,
+    stages_per_rank: Annotated[int, typer.Option(min=1, help="Stages of a pipeline in each process.")] = 1,
+    schedule: Annotated[str, typer.Option(help="1F1B, GPipe, Interleaved1F1B ...")] = "1F1B",
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="Number of blocks of a base. \\[default: 8]")] = None,
+    microbatches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 8,
+    microbatch_size: Annotated[int, typer.Option(min=1, help="Samples in one.")] = 1,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 4096,
+    prefill_length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 131072,
+    prefill_chunk: Annotated[
+        int | None, typer.Option(min=1, help="Tokens of it that are read at once. \\[default: all]")
+    ] = None,
+    gradient_checkpointing: Annotated[
+        bool, typer.Option("--gradient-checkpointing", help="Compute layers again in the backward pass.")
+    ] = False,
+    dtype: Annotated[str, typer.Option(help="Of activations: float32, bfloat16 ...")] = "bfloat16",
+    as_json: Annotated[
+        bool, json_option("parameters, stages, training, transfers, bubble, prefill; sizes in bytes")
+    ] = False,
+):
+    """Say what a run would cost before it is started: memory of a process, what crosses between stages, the bubble."""
+    with only_json_on_stdout(as_json):
+        from .parallel.plan import Layout, describe, plan_checkpoint
+
+        layout = Layout(
+            gpus=gpus,
+            tp=tp,
+            pp=pp,
+            stages_per_rank=stages_per_rank,
+            schedule=schedule,
+            microbatches=microbatches,
+            microbatch_size=microbatch_size,
+            sequence_length=sequence_length,
+            prefill_length=prefill_length,
+            prefill_chunk=prefill_chunk,
+            gradient_checkpointing=gradient_checkpointing,
+            dtype=dtype,
+        )
+        found = plan_checkpoint(model, layout, num_blocks)
+    if as_json:
+        print_json(found)
+    else:
+        console.print(Markdown(describe(found, layout)))

@@ -2,7 +2,8 @@
 """Training over the stages of a pipeline, each block sent to a process once."""
 
 from .pipeline import AttnResPipeline, sites_of_stages
+from .plan import Layout, plan
 from .routing import StageRoute, num_transfers, route_blocks
 
 
-__all__ = ["AttnResPipeline", "StageRoute", "num_transfers", "route_blocks", "sites_of_stages"]
+__all__ = ["AttnResPipeline", "Layout", "StageRoute", "num_transfers", "plan", "route_blocks", "sites_of_stages"]

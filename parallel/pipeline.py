@@ -44,6 +44,20 @@ def sites_of_stages(config: AttnResConfig, layers_per_stage: Sequence[int]) -> l
     return [sum(sublayers[:end]) for end in ends]
 
 
+def ranks_of_stages(num_ranks: int, stages_per_rank: int, schedule: str) -> list[int]:
+    """The process of each stage.
+
+    Raises:
+        ValueError: for a schedule that there is not, or one that takes another number of stages.
+    """
+    is_single, is_v = issubclass(get_schedule_class(schedule), PipelineScheduleSingle), schedule.lower() in V_SCHEDULES
+    if is_single != (stages_per_rank == 1) or (is_v and stages_per_rank != 2):
+        allowed = "1 stage" if is_single else "2 stages" if is_v else "2 stages or more"
+        raise ValueError(f"Schedule {schedule} takes {allowed} of each process, not {stages_per_rank}.")
+    num_stages = num_ranks * stages_per_rank
+    return [i if i < num_ranks else num_stages - 1 - i if is_v else i % num_ranks for i in range(num_stages)]
+
+
 class AttnResPipeline:
     """A model, its layers spread over processes. Every process makes one, of the same model, and calls the same.
 
@@ -91,12 +105,9 @@ class AttnResPipeline:
         parallelize: Callable[[StageModule], None] | None = None,
     ):
         schedule_class = get_schedule_class(schedule)
-        is_single, is_v = issubclass(schedule_class, PipelineScheduleSingle), schedule.lower() in V_SCHEDULES
+        is_single = issubclass(schedule_class, PipelineScheduleSingle)
         if stages_per_rank is None:
             stages_per_rank = 1 if is_single else 2
-        if is_single != (stages_per_rank == 1) or (is_v and stages_per_rank != 2):
-            allowed = "1 stage" if is_single else "2 stages" if is_v else "2 stages or more"
-            raise ValueError(f"Schedule {schedule} takes {allowed} of each process, not {stages_per_rank}.")
         if batch_size % microbatches:
             raise ValueError(f"`microbatches={microbatches}` must divide `batch_size={batch_size}`.")
         if getattr(model.config, "output_router_logits", False):
@@ -106,8 +117,8 @@ class AttnResPipeline:
             )
         self.config, self.group, self.device = model.config, group, torch.device(device)
         num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        num_stages = num_ranks * stages_per_rank
-        self.ranks = [i if i < num_ranks else num_stages - 1 - i if is_v else i % num_ranks for i in range(num_stages)]
+        self.ranks = ranks_of_stages(num_ranks, stages_per_rank, schedule)
+        num_stages = len(self.ranks)
         self.layers_per_stage = list(layers_per_stage or spread(self.config.num_hidden_layers, num_stages))
         sites = sites_of_stages(self.config, self.layers_per_stage)
         if len(sites) != num_stages + 1:

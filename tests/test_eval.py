@@ -41,16 +41,25 @@ def manager():
     return task_manager()
 
 
-@pytest.fixture(scope="module")
-def paper(manager, tmp_path_factory):
-    """The data of all rows of `paper` and `chat` as files, and the tasks that know their answers."""
-    suites = [benchmark for name in ("paper", "chat") for benchmark in load_suite(name)]
-    names = list(dict.fromkeys(task for benchmark in suites for task in benchmark.tasks))
+def data_and_tasks(manager, root, *suites):
+    """The data of all rows of some suites as files, and the tasks that know their answers."""
+    benchmarks = [benchmark for name in suites for benchmark in load_suite(name)]
+    names = list(dict.fromkeys(task for benchmark in benchmarks for task in benchmark.tasks))
     with evaluation_environment(None, allow_code_execution=True):
         tasks = tasks_without_data(manager, names, 4, pytest.MonkeyPatch())
-    root = tmp_path_factory.mktemp("data")
     write_data_root(root, tasks.values(), 4)
     return root, list(tasks.values())
+
+
+@pytest.fixture(scope="module")
+def paper(manager, tmp_path_factory):
+    return data_and_tasks(manager, tmp_path_factory.mktemp("data"), "paper", "chat")
+
+
+@pytest.fixture(scope="module")
+def quick(manager, tmp_path_factory):
+    """As `paper`, which takes half a minute."""
+    return data_and_tasks(manager, tmp_path_factory.mktemp("quick"), "quick")
 
 
 @pytest.fixture
@@ -68,9 +77,9 @@ def named_models(tmp_path):
 
 
 @pytest.fixture
-def quick_eval(paper, named_models, tmp_path):
+def quick_eval(quick, named_models, tmp_path):
     """Evaluates named answerers on the rows of `quick`; the name says which documents one gets wrong."""
-    root, tasks = paper
+    root, tasks = quick
     answerers = {}
 
     def make_model(model, options, device, batch_size):
@@ -192,6 +201,7 @@ def test_code_is_not_run_without_walls(paper, tmp_path, monkeypatch):
     assert not list(tmp_path.iterdir())
 
 
+@pytest.mark.slow
 def test_a_task_that_runs_code_by_itself(manager, paper, monkeypatch):
     """Not even where code may be run: it would run outside of the sandbox."""
     with evaluation_environment(paper[0], allow_code_execution=True):
@@ -376,7 +386,7 @@ def test_foreign_files_are_kept(quick_eval, tmp_path, caplog, capsys, run_attnre
     assert not list(out.glob("*.kept2"))  # its own files are written over
 
 
-def test_one_run_at_a_time(quick_eval, named_models, paper, tmp_path, capsys, run_attnres):
+def test_one_run_at_a_time(quick_eval, named_models, quick, tmp_path, capsys, run_attnres):
     """A second run on the folder is told so at once and writes nothing; a killed one leaves nothing that blocks."""
     out = tmp_path / "out"
     quick_eval("right")
@@ -387,7 +397,7 @@ def test_one_run_at_a_time(quick_eval, named_models, paper, tmp_path, capsys, ru
     holder = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     try:
         assert holder.stdout.readline() == b"held\n"
-        for arguments in (["eval", model, "-o", out, "--suite", "quick", "--data-root", paper[0]], ["report", out]):
+        for arguments in (["eval", model, "-o", out, "--suite", "quick", "--data-root", quick[0]], ["report", out]):
             assert run_attnres(*arguments) == 1
             error = " ".join(capsys.readouterr().err.split())
             assert f"Another run is writing `{out}`. Wait until it is done, or name another folder." in error
@@ -412,14 +422,14 @@ def test_options_are_part_of_what_is_remembered(quick_eval):
     assert quick_eval("right", options=EvalOptions(limit=2))["rows"][1]["num_documents"] == 2
 
 
-def test_other_data_is_not_taken_for_the_same(quick_eval, paper, tmp_path):
+def test_other_data_is_not_taken_for_the_same(quick_eval, quick, tmp_path):
     """Nor does an answer get lost that holds a line separator and half a surrogate pair."""
     quick_eval("right")
     quick_eval.answerers.clear()
     changed = tmp_path / "changed"
-    shutil.copytree(paper[0], changed)
+    shutil.copytree(quick[0], changed)
     (changed / "note.txt").write_text("another")
-    answerer = Answerer(paper[1])
+    answerer = Answerer(quick[1])
     quick_eval("right", data_root=changed, make_model=lambda *args: answerer)
     assert {task for task, _ in answerer.asked} == {"arc_challenge", "hellaswag"}
     model = ModelResults(tmp_path / "odd", EvalModel(str(tmp_path / "named/right")), EvalOptions(), {})
@@ -429,15 +439,16 @@ def test_other_data_is_not_taken_for_the_same(quick_eval, paper, tmp_path):
     assert model.load(benchmark) == finished
 
 
-def test_missing_data_skips_a_row(quick_eval, paper, tmp_path):
+def test_missing_data_skips_a_row(quick_eval, quick, tmp_path):
     root = tmp_path / "part"
-    shutil.copytree(paper[0] / "Rowan", root / "Rowan")
+    shutil.copytree(quick[0] / "Rowan", root / "Rowan")
     results = quick_eval("right", data_root=root)
     assert [row["benchmark"]["name"] for row in results["rows"]] == ["HellaSwag"]
     assert "To mend it: " in results["skipped"]["ARC-Challenge"]
     assert "ARC-Challenge was skipped" in (tmp_path / "out/table.md").read_text()
 
 
+@pytest.mark.slow
 def test_gpqa_options_do_not_depend_on_the_process(paper, manager):
     """The same order each time, and the right answer at every place."""
     orders = []
@@ -495,10 +506,10 @@ def checkpoints(tmp_path_factory):
     return folder
 
 
-def test_command_line(checkpoints, paper, tmp_path, monkeypatch, capsys, run_attnres):
+def test_command_line(checkpoints, quick, tmp_path, monkeypatch, capsys, run_attnres):
     monkeypatch.chdir(tmp_path)
     models = [checkpoints / "base", checkpoints / "trained"]
-    arguments = ["eval", *models, "-o", "out", "--suite", "quick", "--data-root", paper[0], "--limit", 4]
+    arguments = ["eval", *models, "-o", "out", "--suite", "quick", "--data-root", quick[0], "--limit", 4]
     assert run_attnres(*arguments) == 0
     printed = capsys.readouterr().out
     assert "HellaSwag" in printed and "trained" in printed
@@ -526,7 +537,7 @@ def test_command_line(checkpoints, paper, tmp_path, monkeypatch, capsys, run_att
     assert run_attnres("card", trained, "--evaluation", "out") == 1
     assert "an evaluation of another `trained`: its files have changed" in " ".join(capsys.readouterr().err.split())
     # a row that is skipped shows in the exit code
-    assert run_attnres(*arguments[:3], "-o", "out2", "--suite", "core", "--data-root", paper[0] / "Rowan") == 3
+    assert run_attnres(*arguments[:3], "-o", "out2", "--suite", "core", "--data-root", quick[0] / "Rowan") == 3
     assert "HumanEval: it runs generated code; `--allow-code-execution` allows that" in capsys.readouterr().out
 
 

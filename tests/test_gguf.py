@@ -134,6 +134,7 @@ def test_weights_that_are_not_finite(tmp_path, run_attnres, capsys):
     assert [entry.name for entry in tmp_path.iterdir()] == ["tiny.gguf"]
 
 
+@pytest.mark.slow
 def test_a_tokenizer_that_cannot_be_read(tmp_path):
     """The weights are converted, and the report says what is missing."""
     write_gguf(tmp_path / "tiny.gguf", merges=False)

@@ -327,7 +327,7 @@ def test_pictures_show_the_numbers(folder):
     assert abs(difference.get_array()).max() == 0 and difference.norm.vmin == -difference.norm.vmax
 
 
-@pytest.mark.parametrize("kind", mostly_slow(["jsonl", "chat", "parquet", "txt", "folder", "streamed"], every=3))
+@pytest.mark.parametrize("kind", mostly_slow(["jsonl", "chat", "parquet", "txt", "folder", "streamed"], every=6))
 def test_data_sets(folder, tmp_path, kind):
     texts = [f"{i} and {i + 1} are {2 * i + 1}." for i in range(40)]
     rows = [{"text": text} for text in texts]
@@ -374,6 +374,7 @@ def test_a_file_is_read_bit_by_bit(tmp_path, monkeypatch):
     assert "".join(found) == "äöü and so on " * 3 and set(map(len, found)) == {7}
 
 
+@pytest.mark.slow
 def test_callback_logs_to_tensorboard(folder, tmp_path):
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
     from transformers import Trainer, TrainingArguments

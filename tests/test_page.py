@@ -245,6 +245,7 @@ def test_a_model_whose_attention_and_mlp_share_a_read(browser, results, tmp_path
     assert lines == rows and browser.get_log("browser") == []
 
 
+@pytest.mark.slow
 def test_a_model_that_reads_each_output(browser, tmp_path):
     """More sources than blocks: the map has a column for each, and every read that there is can be clicked."""
     base = tiny_base_model("qwen3", vocab_size=400)

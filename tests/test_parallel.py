@@ -18,8 +18,9 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM
-from attnres.parallel import AttnResPipeline, num_transfers, route_blocks, sites_of_stages
+from attnres.parallel import AttnResPipeline, Layout, num_transfers, plan, route_blocks, sites_of_stages
 from attnres.parallel.pipeline import spread
+from attnres.parallel.plan import in_flight
 from attnres.parallel.stage import BlockStore
 
 
@@ -224,7 +225,6 @@ def check_wire(pipeline, wire, model):
 
 SCHEDULES = ("LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
 FIRST_CASES = [
-    ({"schedule": "1F1B"}, {"block_size": 3}),
     (
         {"schedule": "Interleaved1F1B", "layers_per_stage": [3, 1, 2, 2]},
         {"family": "qwen3", "tie_word_embeddings": True},
@@ -232,11 +232,6 @@ FIRST_CASES = [
     ({"schedule": "ZBVZeroBubble", "microbatches": 8}, {"block_size": 2, "attn_res_query": "input"}),
     ({"schedule": "Interleaved1F1B"}, {"frozen": True}),
 ]
-
-
-def test_gradients():
-    """Also the numbers on the wire, and that gradients are added to those of an earlier step."""
-    in_processes(_gradients, 2, FIRST_CASES)
 
 
 @pytest.mark.slow
@@ -295,9 +290,9 @@ def _padded(rank):
     assert relative(pipeline.clip_grad_norm_(0.1), norm) < 1e-12 and worst_gradient(pipeline, model) < 1e-12
 
 
-def _layouts_of_a_run(rank, folder):
+def _layouts_of_a_run(rank, folder, models):
     """Two steps in one layout and two in another are four in one process."""
-    for of_model in ({}, {"family": "qwen3", "tie_word_embeddings": True}):
+    for of_model in models:
         model = make_model(**of_model)
         whole_model = copy.deepcopy(model)
         optimizer = torch.optim.AdamW(whole_model.parameters(), lr=1e-3)
@@ -328,6 +323,50 @@ def _layouts_of_a_run(rank, folder):
         dist.barrier()
 
 
+def _plans(rank):
+    """What a plan says is what is there."""
+    config = make_model().config
+    for settings in (
+        {"schedule": "1F1B"},
+        {"schedule": "GPipe"},
+        {"schedule": "Interleaved1F1B", "stages_per_rank": 2},
+    ):
+        layout = Layout(gpus=2, pp=2, microbatches=8, sequence_length=7, dtype="float32", **settings)
+        planned = plan(config, layout)
+        pipeline = pipeline_of(make_model().float(), **settings, microbatches=8)
+        stages = [planned["stages"][stage.stage_index] for stage in pipeline.stages]
+        assert sum(stage["parameters"] for stage in stages) == sum(map(torch.numel, pipeline.parameters()))
+        deepest = count_in_flight(pipeline)
+        optimizer = torch.optim.AdamW(pipeline.parameters())
+        with Wire() as wire:
+            pipeline.step(BATCH, BATCH)
+        optimizer.step()
+        sent = torch.tensor(wire.sent)
+        dist.all_reduce(sent)
+        assert sent == 2 * 8 * planned["transfers"]["bytes_cached"] / 4, "forward and back, 8 microbatches"
+        assert max(deepest) == in_flight(layout, rank)
+        worst = planned["training"]
+        if worst["process"] == rank:
+            kept = [*pipeline.parameters(), *(parameter.grad for parameter in pipeline.parameters())]
+            kept += [tensor for state in optimizer.state.values() for tensor in state.values() if tensor.ndim]
+            assert sum(tensor.nbytes for tensor in kept) == worst["state"]
+
+
+def count_in_flight(pipeline) -> list[int]:
+    """Of how many microbatches the stages of this process hold activations, behind each forward pass."""
+    found = []
+    for stage in pipeline.stages:
+        forward = stage.forward_one_chunk
+
+        def counting(*args, forward=forward, **kwargs):
+            result = forward(*args, **kwargs)
+            found.append(sum(len(stage.fwd_cache) for stage in pipeline.stages))
+            return result
+
+        stage.forward_one_chunk = counting
+    return found
+
+
 def _errors(rank):
     model = make_model()
     for settings, message in (
@@ -349,14 +388,21 @@ def _errors(rank):
 
 
 def _several(rank, folder):
+    _gradients(rank, FIRST_CASES)
     _padded(rank)
-    _layouts_of_a_run(rank, folder)
+    _layouts_of_a_run(rank, folder, [{"family": "qwen3", "tie_word_embeddings": True}])
+    _plans(rank)
     _errors(rank)
 
 
-def test_a_run(tmp_path):
-    """Padding, clipping, an optimizer, another layout, wrong settings."""
+def test_training_over_two_processes(tmp_path):
+    """In one test, as processes take long to start."""
     in_processes(_several, 2, str(tmp_path))
+
+
+@pytest.mark.slow
+def test_layouts_of_a_run(tmp_path):
+    in_processes(_layouts_of_a_run, 2, str(tmp_path), [{}, {"frozen": True}])
 
 
 def _composed(rank, folder, kind):

@@ -104,6 +104,7 @@ def test_what_cannot_be_served(folder, tmp_path, run_attnres, capsys):
     assert "--engine" in error_of(folder / "attnres", "--engine", "sglang")
 
 
+@pytest.mark.slow
 def test_an_option_of_neither_program(folder):
     """transformers' own command line, in the process that it is, refuses it."""
     command = [sys.executable, "-m", "attnres", "serve", str(folder / "attnres"), "--no-such-option"]

@@ -82,7 +82,8 @@ def test_autocast_matches_the_base(input_ids):
     assert grads["model.depth_queries.query"].dtype == torch.float32
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("checkpointing", [True, False])
 @pytest.mark.parametrize("num_blocks", [8, 4])
 def test_activation_memory_is_near_the_base(num_blocks, checkpointing):
     """Bytes that autograd keeps for the backward pass, weights not counted, against the PreNorm twin."""
@@ -211,7 +212,8 @@ def _fsdp(rank, mixed_precision):
         expected.check((loss, grads))
 
 
-@pytest.mark.parametrize("mixed_precision", mostly_slow([True, False], every=2))
+@pytest.mark.slow
+@pytest.mark.parametrize("mixed_precision", [True, False])
 def test_fsdp2(mixed_precision):
     on_two_processes(_fsdp, mixed_precision)
 

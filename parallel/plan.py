@@ -1,0 +1,362 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""What a run costs before it is started: memory of a process, what crosses between stages, and the idle part."""
+
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from fnmatch import fnmatch
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from transformers.initialization import no_init_weights
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from attnres.configuration_attnres import AttnResConfig
+from attnres.depth_pipeline import num_sources
+from attnres.depth_probe import FirstOfAll, decoder_layers
+from attnres.families import read_decoder_config
+from attnres.modeling_attnres import AttnResDepthQueries, AttnResForCausalLM, DepthReader
+
+from .pipeline import V_SCHEDULES, ranks_of_stages, sites_of_stages, spread
+from .routing import num_transfers, route_blocks
+
+
+# Weight, gradient, and the two means of AdamW, in fp32
+TRAINING_BYTES = 16
+# They fill the waiting with gradients of weights, as far as these take as long as it
+UNKNOWN_BUBBLE = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+
+
+@dataclass(frozen=True)
+class Layout:
+    """How a run is spread over processes.
+
+    Args:
+        gpus: number of processes.
+        tp: processes that share a layer.
+        pp: processes among which the layers are spread. What `tp * pp` leaves is FSDP2.
+        stages_per_rank: of a pipeline.
+        schedule: of a pipeline.
+        microbatches: of a step.
+        microbatch_size: samples in one.
+        sequence_length: tokens of a sample.
+        dtype: of activations.
+        gradient_checkpointing: whether layers are computed again.
+        prefill_length: tokens of a prompt.
+        prefill_chunk: how many of them are read at once; `None`: all.
+    """
+
+    gpus: int = 1
+    tp: int = 1
+    pp: int = 1
+    stages_per_rank: int = 1
+    schedule: str = "1F1B"
+    microbatches: int = 8
+    microbatch_size: int = 1
+    sequence_length: int = 4096
+    dtype: str = "bfloat16"
+    gradient_checkpointing: bool = False
+    prefill_length: int = 131072
+    prefill_chunk: int | None = None
+
+    def __post_init__(self):
+        for name, value in asdict(self).items():
+            if isinstance(value, int) and not isinstance(value, bool) and value < 1:
+                raise ValueError(f"`{name}={value}` must be at least 1.")
+        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
+            raise ValueError(f"`dtype={self.dtype!r}` is none of torch's.")
+        if self.gpus % (self.tp * self.pp):
+            raise ValueError(f"`tp={self.tp}` times `pp={self.pp}` must divide `gpus={self.gpus}`.")
+
+    @property
+    def dp(self) -> int:
+        """Over how many processes FSDP2 spreads a stage."""
+        return self.gpus // (self.tp * self.pp)
+
+    @property
+    def itemsize(self) -> int:
+        return getattr(torch, self.dtype).itemsize
+
+
+def plan_checkpoint(model: str, layout: Layout, num_blocks: int | None = None) -> dict[str, Any]:
+    """`plan` of a checkpoint: a folder or a Hub id.
+
+    Args:
+        num_blocks: of a base, which becomes an AttnRes model of so many; by default 8.
+    """
+    config = read_decoder_config(model)
+    if not isinstance(config, AttnResConfig):
+        config = AttnResConfig.from_base_config(config, num_blocks=num_blocks or 8)
+    elif num_blocks is not None:
+        raise ValueError(
+            f"`{model}` is an AttnRes checkpoint and has its blocks: leave `num_blocks={num_blocks}` out."
+        )
+    return plan(config, layout)
+
+
+def plan(config: AttnResConfig, layout: Layout) -> dict[str, Any]:
+    """Memory in bytes, transfers in blocks and bytes, and the idle part of a step.
+
+    Parameters and what crosses are counted. Activations are those of a run without weights, of one process that has
+    the whole of its layers: tensor parallelism divides a part of them.
+
+    Returns:
+        `parameters`, `stages`, `training`, `transfers`, `bubble` and `prefill`.
+
+    Raises:
+        ValueError: for a layout that does not fit the model.
+    """
+    num_stages = layout.pp * layout.stages_per_rank
+    ranks = ranks_of_stages(layout.pp, layout.stages_per_rank, layout.schedule)
+    layers = spread(config.num_hidden_layers, num_stages)
+    sites = sites_of_stages(config, layers)
+    *sizes, queries = parameters(config, copies=num_stages > 1)
+    *divided, _ = parameters(config, layout.tp, copies=num_stages > 1)
+    activations = activation_bytes(config, layout)
+    routes = route_blocks(sites, ranks, config.attn_res_block_size)
+    stages, start = [], 0
+    for number, (num_layers, route) in enumerate(zip(layers, routes)):
+        parts = range(start + 1, start + num_layers + 1)
+        parts = [*([0] if number == 0 else []), *parts, *([len(sizes) - 1] if number == num_stages - 1 else [])]
+        start += num_layers
+        stages.append(
+            {
+                "process": ranks[number],
+                "layers": num_layers,
+                # Depth queries are in every stage
+                "parameters": sum(sizes[part] for part in parts) + queries,
+                "parameters_of_tp_rank": sum(divided[part] for part in parts) + queries,
+                "activations": None if activations is None else sum(activations[part] for part in parts),
+                "receives": list(route.received),
+            }
+        )
+    return {
+        "parameters": sum(parameters(config)),
+        "stages": stages,
+        "training": training(stages, layout),
+        "transfers": transfers(config, layout, sites, ranks),
+        "bubble": bubble(layout),
+        "prefill": prefill(config, layout, sum(divided) + queries),
+    }
+
+
+class FlashAttention(torch.autograd.Function):
+    """Not computed: it keeps what an attention keeps that has no matrix of scores."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        batch, heads, length, _ = query.shape
+        output = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
+        log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, log_sums)
+        return output
+
+    @staticmethod
+    def backward(ctx, grad):
+        raise NotImplementedError("Nothing goes back in a plan.")
+
+
+def _attend(module, query, key, value, attention_mask, **kwargs):
+    return FlashAttention.apply(query, key, value).transpose(1, 2), None
+
+
+ALL_ATTENTION_FUNCTIONS.register("attnres_plan", _attend)
+
+
+def empty_model(config: AttnResConfig, dtype: torch.dtype) -> AttnResForCausalLM:
+    """A model without memory for its weights, to be used in a `FakeTensorMode`."""
+    with no_init_weights():
+        return AttnResForCausalLM._from_config(config, dtype=dtype)
+
+
+def fake_mode() -> FakeTensorMode:
+    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+
+
+def parameters(config: AttnResConfig, tp: int = 1, copies: bool = False) -> list[int]:
+    """How many a process has that shares each layer with `tp - 1` others.
+
+    In front of the layers, in each, behind them, and in the depth queries.
+
+    Args:
+        copies: whether a head that shares the embedding has its own, as in a pipeline.
+    """
+    plan = {name: style for name, style in (config.base_model_tp_plan or {}).items() if tp > 1}
+    with fake_mode():
+        model = empty_model(config, torch.float32)
+    trunk = model.trunk
+    layers = decoder_layers(trunk)
+    prefix = next(path for path, module in trunk.named_modules() if module is layers)
+    trunk_prefix = next(path for path, module in model.named_modules() if module is trunk)
+    counts, behind, of_queries = [0] * (len(layers) + 3), -2, -1
+    for name, parameter in model.named_parameters(remove_duplicate=not copies):
+        inner = name.removeprefix(f"{trunk_prefix}.")
+        if inner.startswith(f"{prefix}."):
+            place = int(inner.removeprefix(f"{prefix}.").split(".")[0]) + 1
+        else:
+            child = getattr(trunk, inner.split(".")[0], None) if name != inner else None
+            place = 0 if child is not None and not isinstance(child, DepthReader) else behind
+            place = of_queries if isinstance(child, AttnResDepthQueries) else place
+        module = inner.rpartition(".")[0]
+        is_divided = any(
+            fnmatch(module, pattern) or fnmatch(inner, pattern) for pattern in plan if _divides(plan, pattern)
+        )
+        counts[place] += math.ceil(parameter.numel() / tp) if is_divided else parameter.numel()
+    return counts
+
+
+def _divides(plan: dict[str, str], pattern: str) -> bool:
+    return any(kind in plan[pattern] for kind in ("colwise", "rowwise", "grouped_gemm", "local", "packed"))
+
+
+def activation_bytes(config: AttnResConfig, layout: Layout) -> list[int] | None:
+    """What autograd keeps of one microbatch: in front of the layers, in each, and behind them, with logits and loss.
+
+    `None` if the base cannot be run without weights.
+    """
+    found: list[dict[int, int]] = [{} for _ in range(config.num_hidden_layers + 2)]
+    kept, place = set(), 0
+
+    def pack(tensor):
+        storage = tensor.untyped_storage()
+        if storage._cdata not in kept:
+            kept.add(storage._cdata)
+            found[place][storage._cdata] = storage.nbytes()
+            alive.append(tensor)  # so that no other storage takes its place
+        return tensor
+
+    def at(number: int):
+        def hook(*args):
+            nonlocal place
+            place = number
+
+        return hook
+
+    alive: list[torch.Tensor] = []
+    shape = layout.microbatch_size, layout.sequence_length
+    try:
+        with fake_mode(), torch.device("cpu"):
+            model = empty_model(config, getattr(torch, layout.dtype)).train()
+            if model._supports_attention_backend:
+                model.config._attn_implementation = "attnres_plan"
+            if layout.gradient_checkpointing:
+                model.gradient_checkpointing_enable({"use_reentrant": False})
+            layers = decoder_layers(model.trunk)
+            for number, layer in enumerate(layers):
+                layer.register_forward_pre_hook(at(number + 1))
+            layers[-1].register_forward_hook(at(len(layers) + 1))
+            kept.update(parameter.untyped_storage()._cdata for parameter in model.parameters())
+            ids = torch.zeros(shape, dtype=torch.long)
+            with FirstOfAll(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                loss = model(ids, labels=ids, use_cache=False).loss
+            del loss
+    except Exception:  # of the base, in a mode that it does not know
+        return None
+    return [sum(of_place.values()) for of_place in found]
+
+
+def in_flight(layout: Layout, rank: int) -> int:
+    """How many microbatches of stages a process has activations of at once, at most."""
+    whole = layout.microbatches * layout.stages_per_rank
+    schedule = layout.schedule.lower()
+    if schedule == "1f1b":
+        return min(layout.microbatches, layout.pp - rank)
+    if schedule in ("interleaved1f1b", "interleavedzerobubble"):
+        warm_up = (layout.stages_per_rank - 1) * layout.pp + 2 * (layout.pp - 1 - rank) + 1
+        return min(whole, warm_up)
+    return min(whole, 2 * layout.pp + 1) if schedule in V_SCHEDULES else whole
+
+
+def training(stages: Sequence[dict[str, Any]], layout: Layout) -> dict[str, Any]:
+    """Bytes of the process that needs most: parameters with gradients and AdamW in fp32, and activations."""
+    worst: dict[str, Any] = {}
+    for rank in range(layout.pp):
+        mine = [stage for stage in stages if stage["process"] == rank]
+        state = TRAINING_BYTES * sum(stage["parameters_of_tp_rank"] for stage in mine) / layout.dp
+        kept = None
+        if all(stage["activations"] is not None for stage in mine):
+            kept = in_flight(layout, rank) * max(stage["activations"] for stage in mine)
+        total = state + (kept or 0)
+        if total > worst.get("total", -1):
+            worst = {"process": rank, "state": round(state), "activations": kept, "total": round(total)}
+    return worst
+
+
+def transfers(config: AttnResConfig, layout: Layout, sites: Sequence[int], ranks: Sequence[int]) -> dict[str, Any]:
+    """What crosses between processes for one microbatch, forward. As much comes back as gradients."""
+    tensor = layout.microbatch_size * layout.sequence_length * config.hidden_size * layout.itemsize
+    hops = [site for site, rank, other in zip(sites[1:], ranks, ranks[1:]) if rank != other]
+    num_open = sum(num_sources(config, site)[1] for site in hops)
+    blocks = {
+        name: num_transfers(route_blocks(sites, ranks, config.attn_res_block_size, cache=cache), ranks)
+        for name, cache in (("naive", False), ("cached", True))
+    }
+    return {
+        "boundaries": len(hops),
+        "blocks_naive": blocks["naive"],
+        "blocks_cached": blocks["cached"],
+        "bytes_naive": (blocks["naive"] + num_open) * tensor,
+        "bytes_cached": (blocks["cached"] + num_open) * tensor,
+        "bytes_twin": len(hops) * tensor,
+    }
+
+
+def bubble(layout: Layout) -> float | None:
+    """The part of a step in which a process waits, if all stages take as long. `None`: it depends on the machine."""
+    if layout.pp == 1:
+        return 0.0
+    if layout.schedule.lower() in UNKNOWN_BUBBLE:
+        return None
+    idle, busy = layout.pp - 1, layout.microbatches * layout.stages_per_rank
+    return idle / (idle + busy)
+
+
+def prefill(config: AttnResConfig, layout: Layout, num_parameters: int) -> dict[str, Any]:
+    """Bytes of a process that reads a prompt and has all layers: weights, and the block cache of what is read at once.
+
+    With the cache's tokens divided over tensor-parallel processes, each has its part (arXiv 2603.15031, section 4.2).
+    """
+    tokens = min(layout.prefill_chunk or layout.prefill_length, layout.prefill_length)
+    num_blocks = 1 + (config.num_sites - 1) // config.attn_res_block_size
+    block_cache = num_blocks * tokens * config.hidden_size * layout.itemsize
+    return {
+        "tokens_at_once": tokens,
+        "weights": num_parameters * layout.itemsize,
+        "block_cache": block_cache,
+        "block_cache_divided": math.ceil(block_cache / layout.tp),
+    }
+
+
+def describe(found: dict[str, Any], layout: Layout) -> str:
+    """A plan as Markdown."""
+    training, crossing, reading = found["training"], found["transfers"], found["prefill"]
+    rows = [
+        ("parameters", f"{found['parameters']:,}"),
+        ("processes", f"{layout.gpus}: tensor parallelism {layout.tp}, pipeline {layout.pp}, FSDP2 {layout.dp}"),
+        ("weights, gradients and AdamW of a process, fp32", gib(training["state"])),
+        ("activations of a process", "not known" if training["activations"] is None else gib(training["activations"])),
+    ]
+    if crossing["boundaries"]:
+        idle = found["bubble"]
+        rows += [
+            (
+                "blocks sent for a microbatch, without and with cache",
+                f"{crossing['blocks_naive']}, {crossing['blocks_cached']}",
+            ),
+            ("bytes sent for a microbatch, with cache", gib(crossing["bytes_cached"])),
+            ("the same of the PreNorm twin", gib(crossing["bytes_twin"])),
+            ("part of a step that a process waits", "not known" if idle is None else f"{idle:.1%}"),
+        ]
+    rows += [
+        (f"block cache of {reading['tokens_at_once']:,} tokens of a prompt", gib(reading["block_cache"])),
+        ("the same, its tokens divided over tensor parallelism", gib(reading["block_cache_divided"])),
+    ]
+    if layout.tp == 1:
+        rows.pop()
+    return "\n".join(["| | |", "|---|---|", *(f"| {name} | {value} |" for name, value in rows)])
+
+
+def gib(size: int) -> str:
+    return f"{size / 2**30:.2f} GiB" if size >= 2**28 else f"{size / 2**20:.1f} MiB"
