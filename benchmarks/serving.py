@@ -329,14 +329,16 @@ def throughput(
         for name, path in (("attnres", model), ("base", base)):
             command = [sys.executable, __file__, "tokens-per-second", path, str(tokens)]
             run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            found["rounds"][name].append(json.loads(run.stdout.splitlines()[-1]))
+            # vLLM's processes print as well, also when they end
+            (printed,) = [line for line in run.stdout.splitlines() if line.startswith('{"1"')]
+            found["rounds"][name].append(json.loads(printed))
             console.print(f"{name}: {found['rounds'][name][-1]}", highlight=False)
     write_file(results / "throughput.json", json.dumps(found, indent=1) + "\n")
 
 
 @app.command(hidden=True)
 def tokens_per_second(model: str, tokens: int):
-    """By the number of requests, the fastest of three times; the last line of the output is JSON."""
+    """By the number of requests, the fastest of three times; a line of the output is JSON."""
     from vllm import LLM, SamplingParams
 
     engine = LLM(model, dtype="float32", max_model_len=512, max_num_seqs=32)
@@ -350,7 +352,7 @@ def tokens_per_second(model: str, tokens: int):
             engine.generate(prompts, params, use_tqdm=False)
             seconds.append(time.perf_counter() - start)
         speeds[number] = number * tokens / min(seconds)
-    print(json.dumps(speeds))
+    print(json.dumps(speeds), flush=True)
 
 
 def table_of(results: Path) -> str:

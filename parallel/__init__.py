@@ -3,7 +3,17 @@
 
 from .pipeline import AttnResPipeline, sites_of_stages
 from .plan import Layout, plan
+from .prefill import divide_block_cache
 from .routing import StageRoute, num_transfers, route_blocks
 
 
-__all__ = ["AttnResPipeline", "Layout", "StageRoute", "num_transfers", "plan", "route_blocks", "sites_of_stages"]
+__all__ = [
+    "AttnResPipeline",
+    "Layout",
+    "StageRoute",
+    "divide_block_cache",
+    "num_transfers",
+    "plan",
+    "route_blocks",
+    "sites_of_stages",
+]

@@ -167,8 +167,10 @@ ALL_ATTENTION_FUNCTIONS.register("attnres_plan", _attend)
 
 def empty_model(config: AttnResConfig, dtype: torch.dtype) -> AttnResForCausalLM:
     """A model without memory for its weights, to be used in a `FakeTensorMode`."""
-    with no_init_weights():
-        return AttnResForCausalLM._from_config(config, dtype=dtype)
+    with no_init_weights():  # which does not tie weights either
+        model = AttnResForCausalLM._from_config(config, dtype=dtype)
+    model.tie_weights()
+    return model
 
 
 def fake_mode() -> FakeTensorMode:
@@ -269,6 +271,21 @@ def in_flight(layout: Layout, rank: int) -> int:
     return min(whole, 2 * layout.pp + 1) if schedule in V_SCHEDULES else whole
 
 
+def activations_in_flight(mine: Sequence[dict[str, Any]], last: dict[str, Any], layout: Layout, rank: int) -> int:
+    """Bytes of the microbatches that a process has in flight, at most.
+
+    Args:
+        mine: its stages.
+        last: of all stages, behind which a microbatch goes back at once unless all go forward first.
+    """
+    count = in_flight(layout, rank)
+    if len(mine) == 1 or layout.schedule.lower() == "loopedbfs":
+        return count * sum(stage["activations"] for stage in mine) // len(mine)
+    others = [stage["activations"] for stage in mine if stage is not last]
+    of_last = [stage["activations"] for stage in mine if stage is last]
+    return sum(of_last) + (count - len(of_last)) * max(others)
+
+
 def training(stages: Sequence[dict[str, Any]], layout: Layout) -> dict[str, Any]:
     """Bytes of the process that needs most: parameters with gradients and AdamW in fp32, and activations."""
     worst: dict[str, Any] = {}
@@ -277,7 +294,7 @@ def training(stages: Sequence[dict[str, Any]], layout: Layout) -> dict[str, Any]
         state = TRAINING_BYTES * sum(stage["parameters_of_tp_rank"] for stage in mine) / layout.dp
         kept = None
         if all(stage["activations"] is not None for stage in mine):
-            kept = in_flight(layout, rank) * max(stage["activations"] for stage in mine)
+            kept = activations_in_flight(mine, stages[-1], layout, rank)
         total = state + (kept or 0)
         if total > worst.get("total", -1):
             worst = {"process": rank, "state": round(state), "activations": kept, "total": round(total)}

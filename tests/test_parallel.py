@@ -18,7 +18,17 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM
-from attnres.parallel import AttnResPipeline, Layout, num_transfers, plan, route_blocks, sites_of_stages
+from attnres.depth_attention import BlockCache
+from attnres.depth_reads import GeneralBlockCache
+from attnres.parallel import (
+    AttnResPipeline,
+    Layout,
+    divide_block_cache,
+    num_transfers,
+    plan,
+    route_blocks,
+    sites_of_stages,
+)
 from attnres.parallel.pipeline import spread
 from attnres.parallel.plan import in_flight
 from attnres.parallel.stage import BlockStore
@@ -367,6 +377,40 @@ def count_in_flight(pipeline) -> list[int]:
     return found
 
 
+def counting_elements(start, made):
+    def counting(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        made.append(self.values.numel())
+
+    return counting
+
+
+def _divided_prefill(rank):
+    """Each process has the blocks of its tokens; logits and tokens are as of a model that has all."""
+    for fields in ({}, {"attn_res_num_heads": 2}, {"attn_res_query": "input"}, {"attn_res_open_block": "each"}):
+        model = make_model(**fields).eval()
+        prompt = BATCH[:2]
+        options = {"max_new_tokens": 4, "do_sample": False}
+        with torch.no_grad():
+            expected, generated = model(prompt).logits, model.generate(prompt, **options)
+        divide_block_cache(model)
+        made = []
+        with pytest.MonkeyPatch.context() as patched:
+            for cache in (BlockCache, GeneralBlockCache):
+                patched.setattr(cache, "start", counting_elements(cache.start, made))
+            with torch.no_grad():
+                assert relative(model(prompt).logits, expected) < 1e-12
+        blocks = 1 + (model.config.num_sites - 1) // model.config.attn_res_block_size
+        # 7 tokens are 4 and 3, of 2 samples
+        assert made == [2 * (4 - rank) * blocks * model.config.hidden_size], (fields, made)
+        assert model.generate(prompt, **options).equal(generated)
+        mask = torch.tensor([[0, 0, 1, 1, 1, 1, 1], [1] * 7])
+        with torch.no_grad():
+            padded = model(prompt, attention_mask=mask).logits[:, 2:]
+            assert relative(padded, make_model(**fields).eval()(prompt, attention_mask=mask).logits[:, 2:]) < 1e-12
+        model(prompt, labels=prompt).loss.backward()  # as before
+
+
 def _errors(rank):
     model = make_model()
     for settings, message in (
@@ -392,6 +436,7 @@ def _several(rank, folder):
     _padded(rank)
     _layouts_of_a_run(rank, folder, [{"family": "qwen3", "tie_word_embeddings": True}])
     _plans(rank)
+    _divided_prefill(rank)
     _errors(rank)
 
 

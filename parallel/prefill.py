@@ -1,0 +1,95 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The block cache of a long prompt, its tokens divided over processes that otherwise have the same."""
+
+import functools
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from attnres.depth_stream import DepthStream
+from attnres.modeling_attnres import AttnResPreTrainedModel
+
+
+def divide_block_cache(model: AttnResPreTrainedModel, group: dist.ProcessGroup | None = None):
+    """Let every process of tensor parallelism keep the blocks of its tokens alone (arXiv 2603.15031, section 4.2).
+
+    Reads over depth are per token, so each process reads its own and all of them gather what was read. That is one
+    more collective per read, and the block cache is as many times smaller as there are processes. Where gradients are
+    wanted, and of fewer tokens than processes, as in a step of decoding, all is as before.
+
+    Args:
+        model: the same in every process, or divided by a tensor-parallel plan. It is changed in place.
+        group: the processes; by default all of them.
+    """
+    trunk = model.trunk
+
+    def start_stream(blocks, partial=None, *args, **kwargs):
+        start = functools.partial(type(trunk).start_stream, trunk)
+        num_tokens, num_ranks = blocks[0].shape[1], dist.get_world_size(group)
+        if torch.is_grad_enabled() or num_tokens < num_ranks or kwargs.get("recorder") is not None:
+            return start(blocks, partial, *args, **kwargs)
+        sizes = [len(part) for part in torch.arange(num_tokens).tensor_split(num_ranks)]
+        kwargs["outputs"] = [mine(output, sizes, group) for output in kwargs.get("outputs", ())]
+        partial = None if partial is None else mine(partial, sizes, group)
+        stream: Any = start([mine(block, sizes, group) for block in blocks], partial, *args, **kwargs)
+        stream.__class__ = _divided(type(stream))
+        stream.token_counts, stream.group = sizes, group
+        return stream
+
+    trunk.start_stream = start_stream
+
+
+def mine(tensor: torch.Tensor, token_counts: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+    """The tokens of this process, of `[batch, seq, hidden]`."""
+    return tensor.split(token_counts, dim=1)[dist.get_rank(group)]
+
+
+class DividedStream(DepthStream):
+    """A stream that has the sources of some tokens, and gives and takes what is of all of them. See `_divided`."""
+
+    token_counts: list[int]
+    group: dist.ProcessGroup | None
+
+    def write(self, output: torch.Tensor) -> DepthStream:
+        return super().write(mine(output, self.token_counts, self.group))
+
+    def read(self, norm=None) -> torch.Tensor:
+        local = super().read(norm)
+        batch, _, hidden_size = local.shape
+        # Of one size, as some backends gather no others
+        padded = local.new_zeros(batch, max(self.token_counts), hidden_size)
+        padded[:, : local.shape[1]] = local
+        gathered = [torch.empty_like(padded) for _ in self.token_counts]
+        dist.all_gather(gathered, padded, group=self.group)
+        return torch.cat([part[:, :count] for part, count in zip(gathered, self.token_counts)], dim=1)
+
+    @property
+    def shape(self) -> torch.Size:
+        batch, _, hidden_size = self.newest.shape
+        return torch.Size((batch, sum(self.token_counts), hidden_size))
+
+    def size(self, *args):
+        return self.shape if not args else self.shape[args[0]]
+
+    def __add__(self, other):
+        if isinstance(other, torch.Tensor) and other.shape == self.shape:
+            return self.write(other)
+        return self.read() + other
+
+    __radd__ = __add__
+    __iadd__ = __add__
+
+    def __getitem__(self, index):
+        return self.read()[index]
+
+    def reshape(self, *shape):
+        return self.read().reshape(*shape)
+
+    view = reshape
+
+
+@functools.cache
+def _divided(of_read: type[DepthStream]) -> type[DepthStream]:
+    """A stream of this class, whichever way it reads."""
+    return type(f"Divided{of_read.__name__}", (DividedStream, of_read), {})
