@@ -80,6 +80,8 @@ class AttnResPipeline:
         layers_per_stage: by default they are as even as they can be, the first ones with a layer more.
         group: the processes of the pipeline; by default all of them.
         device: where this process computes.
+        dtype: of what crosses; by default that of the embedding. Parameters that are cast, by FSDP2 or autocast, make
+            another.
         cache: `False` sends every block over every boundary, to compare with.
         parallelize: called with the module of every stage, whose `model` has its layers, to divide it further, with
             `fully_shard` or `parallelize_module` over other dimensions of a device mesh. With FSDP2 the module itself
@@ -101,6 +103,7 @@ class AttnResPipeline:
         layers_per_stage: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
+        dtype: torch.dtype | None = None,
         cache: bool = True,
         parallelize: Callable[[StageModule], None] | None = None,
     ):
@@ -131,12 +134,15 @@ class AttnResPipeline:
         self.store, self.num_items = BlockStore(), 1
         self.skeleton = _without_weights(model)
         self.stages: list[AttnResStage] = []
+        self.shape = batch_size, sequence_length
         shape = batch_size // microbatches, sequence_length
+        dtype = dtype or self.skeleton.get_input_embeddings().weight.dtype
         for number in [i for i, rank in enumerate(self.ranks) if rank == self.rank]:
             module = StageModule(self._part(model, number), self.routes[number], number == num_stages - 1)
             if parallelize is not None:
                 parallelize(module)
-            self.stages.append(self._stage(module, number, shape))
+            self.stages.append(self._stage(module, number, shape, dtype))
+        self.own, self.foreign = self._list_parameters()
         self.schedule = schedule_class(
             self.stages[0] if is_single else self.stages,
             n_microbatches=microbatches,
@@ -166,14 +172,13 @@ class AttnResPipeline:
                     setattr(part, name, PassThrough())
         return part.to(self.device)
 
-    def _stage(self, module: StageModule, number: int, shape: tuple[int, int]) -> AttnResStage:
+    def _stage(self, module: StageModule, number: int, shape: tuple[int, int], dtype: torch.dtype) -> AttnResStage:
         route = module.route
-        embeddings = self.skeleton.get_input_embeddings().weight
 
         def on_the_wire(site: int, blocks: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
             size = (*shape, self.config.hidden_size)
             return tuple(
-                torch.empty(size, dtype=embeddings.dtype, device="meta", requires_grad=True)
+                torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
                 for _ in range(num_sources(self.config, site)[1] + len(blocks))
             )
 
@@ -183,7 +188,7 @@ class AttnResPipeline:
             received = on_the_wire(route.entry_site, route.received)
         sent = on_the_wire(route.exit_site, route.sent)
         if module.is_last:
-            logits = torch.empty(*shape, self.config.vocab_size, dtype=embeddings.dtype, device="meta")
+            logits = torch.empty(*shape, self.config.vocab_size, dtype=dtype, device="meta")
             sent = (logits.requires_grad_(),)
         return AttnResStage(
             module,
@@ -216,8 +221,16 @@ class AttnResPipeline:
 
         Returns:
             The loss, in every process.
+
+        Raises:
+            ValueError: for a batch of another shape, or one without labels.
         """
+        for name, tensor in (("input_ids", input_ids), ("labels", labels)):
+            if tensor.shape != self.shape:
+                raise ValueError(f"`{name}` is {tuple(tensor.shape)}, and the pipeline was made for {self.shape}.")
         self.num_items = int((labels[:, 1:] != -100).sum()) if num_items is None else num_items
+        if self.num_items < 1:
+            raise ValueError("The batch has no labels: all are -100, or the first of a sample.")
         self.store.blocks.clear(), self.store.grads.clear()  # of a step that has failed
         for stage in self.stages:
             stage.submod.forget_queries()
@@ -254,21 +267,12 @@ class AttnResPipeline:
 
     def _check_unused(self):
         """A base may use what is not of a layer behind the first stage as well: its gradient would be lost."""
-        for stage in self.stages[int(self.stages[0].is_first) :]:
-            for name, parameter in stage.submod.model.trunk.named_parameters():
-                if not self._is_of_stage(name, stage) and parameter.grad is not None and parameter.grad.any():
-                    raise ValueError(
-                        f"Base `{self.config.base_model_type}` uses `{name}` in several stages of a pipeline, which"
-                        " is not supported."
-                    )
-
-    def _is_of_stage(self, name: str, stage: AttnResStage) -> bool:
-        """Whether a parameter of a stage's trunk is there for it, and not only because it is not of a layer."""
-        trunk = stage.submod.model.trunk
-        layers = next(path for path, module in trunk.named_modules() if module is decoder_layers(trunk))
-        if stage.is_first or name.startswith((f"{layers}.", "depth_queries.")):
-            return True
-        return isinstance(getattr(trunk, name.split(".")[0]), DepthReader)  # the final norm, in the last stage
+        for name, parameter in self.foreign:
+            if parameter.grad is not None and parameter.grad.any():
+                raise ValueError(
+                    f"Base `{self.config.base_model_type}` uses `{name}` in several stages of a pipeline, which is not"
+                    " supported."
+                )
 
     def _tied(self) -> list[nn.Parameter]:
         """The copies of a shared embedding that this process has."""
@@ -327,18 +331,28 @@ class AttnResPipeline:
         return ((name, parameter) for _, name, parameter in self._parameters(copies))
 
     def _parameters(self, copies: bool) -> Iterator[tuple[AttnResStage, str, nn.Parameter]]:
+        return (entry for entry, is_copy in self.own if copies or not is_copy)
+
+    def _list_parameters(self) -> tuple[list, list[tuple[str, nn.Parameter]]]:
+        """`(stage, name, parameter)` with whether it is a copy; and those that are there but not used by a stage."""
+        own, foreign = [], []
         shared = self.skeleton.get_input_embeddings().weight
         embedding = next(name for name, parameter in self.skeleton.named_parameters() if parameter is shared)
         for stage in self.stages:
             model = stage.submod.model
-            prefix = next(name for name, module in model.named_modules() if module is model.trunk)
+            trunk, names = model.trunk, {id(module): name for name, module in model.named_modules()}
+            inside = f"{names[id(trunk)]}."
+            used = (f"{names[id(decoder_layers(trunk))]}.", f"{inside}depth_queries.")
+            used += tuple(
+                f"{inside}{name}." for name, child in trunk.named_children() if isinstance(child, DepthReader)
+            )
             for name, parameter in model.named_parameters():
-                in_trunk = name.startswith(f"{prefix}.")
-                if self.is_tied and stage.is_last and parameter is model.get_output_embeddings().weight:
-                    if copies:
-                        yield stage, embedding, parameter
-                elif not in_trunk or self._is_of_stage(name.removeprefix(f"{prefix}."), stage):
-                    yield stage, name, parameter
+                is_copy = self.is_tied and stage.is_last and parameter is model.get_output_embeddings().weight
+                if stage.is_first or is_copy or name.startswith(used) or not name.startswith(inside):
+                    own.append(((stage, embedding if is_copy else name, parameter), is_copy))
+                else:
+                    foreign.append((name, parameter))
+        return own, foreign
 
     def parameters(self) -> list[nn.Parameter]:
         return [parameter for _, parameter in self.named_parameters()]

@@ -128,6 +128,7 @@ class AttnResStage(PipelineStage):
         self._cached = [self.store.leaf((fwd_chunk_id, block)) for block in self.route.cached]
         result = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
         outputs, inputs = self.fwd_cache[fwd_chunk_id]
+        self._check_dtype(outputs)
         # Gradients are computed of what is in this list
         self.fwd_cache[fwd_chunk_id] = outputs, [*inputs, *self._cached, *self.submod.queries]
         if not self.is_first:
@@ -138,6 +139,15 @@ class AttnResStage(PipelineStage):
             self.store.blocks.pop((fwd_chunk_id, block), None)
         self._cached = []
         return result
+
+    def _check_dtype(self, outputs: tuple[torch.Tensor, ...]):
+        """What is received into a buffer of another dtype would be other numbers."""
+        wanted = self._stage_meta.outputs[0].dtype
+        if not self.is_last and any(tensor.dtype != wanted for tensor in outputs):
+            raise ValueError(
+                f"The residual stream behind stage {self.stage_index} is of {outputs[0].dtype}, and the pipeline was"
+                f" made to send {wanted}: pass `dtype={outputs[0].dtype}` to it."
+            )
 
     def _keep(self, microbatch: int, blocks: tuple[int, ...], tensors):
         for block, tensor in zip(blocks, tensors):

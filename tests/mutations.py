@@ -18,6 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parents[1]
 OPERATOR = ("tests/test_depth_attention.py", "tests/test_depth_stream.py")
 READS = ("tests/test_reads.py",)
+PIPELINES = ("tests/test_plan.py", "tests/test_parallel.py")
 STREAM = ("tests/test_depth_stream.py", "tests/test_lost_stream.py")
 MODEL = ("tests/test_loading.py", "tests/test_families.py", "tests/test_training.py", "tests/test_generation.py")
 # File, what stands in it, what is put in its place, and the tests that are to notice
@@ -105,6 +106,22 @@ MUTATIONS = [
     ("training/trainer.py", '.endswith(".key_norm") else args.query_weight_decay', '.endswith(".key_norm") or "projection" in names[id(parameter)] else args.query_weight_decay', READS),
     ("inspection/measure.py", "self.agreement += common.mean(-1).sum().item()", "self.agreement += common.amax(-1).sum().item() * 0.9", READS),
     ("conversion/converter.py", "        torch.manual_seed(0)\n", "        torch.seed()\n", READS),
+    # Pipelines
+    ("parallel/routing.py", "if cache and block in known[rank] and block not in own", "if cache and block in known[rank]", PIPELINES),
+    ("parallel/routing.py", "known[rank].update(received[-1], closed[stage])", "known[rank].update(received[-1])", PIPELINES),
+    ("parallel/stage.py", "            self.store.deposit((self._microbatch, block), changed.pop())", "            changed.pop()", PIPELINES),
+    ("parallel/stage.py", "            if block in self.route.closed:", "            if False:", PIPELINES),
+    ("parallel/stage.py", "            leaf.grad = None  # which some", "            pass  # which some", PIPELINES),
+    ("parallel/stage.py", "tensor.clone() if tensor.is_leaf or tensor._is_view() else tensor", "tensor", PIPELINES),
+    ("parallel/stage.py", "block.detach().requires_grad_(block.requires_grad and torch.is_grad_enabled())", "block.detach()", PIPELINES),
+    ("parallel/pipeline.py", "weight.grad = grad if weight.grad is None else grad + weight.grad", "pass", PIPELINES),
+    ("parallel/pipeline.py", "vocab_size=self.config.vocab_size, num_items_in_batch=self.num_items", "vocab_size=self.config.vocab_size", PIPELINES),
+    ("parallel/pipeline.py", "tensor = saved[key].clone()", "tensor = saved[key]", PIPELINES),
+    ("parallel/pipeline.py", "found.setdefault(name, torch.empty_like(tensor))[start:end] = tensor[start:end]", "found[name] = tensor", PIPELINES),
+    ("parallel/pipeline.py", "counted = [p.grad for _, p in self.named_parameters(copies=False)", "counted = [p.grad for _, p in self.named_parameters()", PIPELINES),
+    ("parallel/plan.py", "    return idle / (idle + busy)", "    return idle / busy", PIPELINES),
+    ("parallel/plan.py", "2 * (layout.pp - 1 - rank) + 1", "2 * (layout.pp - 1 - rank)", PIPELINES),
+    ("parallel/prefill.py", "zip(gathered, self.token_counts)", "zip(gathered[::-1], self.token_counts)", PIPELINES),
 ]  # fmt: skip
 
 

@@ -427,6 +427,13 @@ def _errors(rank):
     with pytest.raises(ValueError, match="set it to False in the config"):
         pipeline_of(moe)
     pipeline = pipeline_of(model)
+    for batch, labels, message in (
+        (BATCH[:4], BATCH[:4], r"`input_ids` is \(4, 7\), and the pipeline was made for \(8, 7\)"),
+        (BATCH, BATCH[:, :6], r"`labels` is \(8, 6\)"),
+        (BATCH, torch.full_like(BATCH, -100), "no labels"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pipeline.step(batch, labels)
     with pytest.raises(FileNotFoundError, match="saved without its optimizer"):
         pipeline.load_optimizer("/nowhere", torch.optim.SGD(pipeline.parameters(), lr=1.0))
 
@@ -443,6 +450,30 @@ def _several(rank, folder):
 def test_training_over_two_processes(tmp_path):
     """In one test, as processes take long to start."""
     in_processes(_several, 2, str(tmp_path))
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def test_bfloat16(one_process):
+    """What crosses is of the model's dtype, and queries stay as wide as they were; another dtype is refused before it is sent."""
+    model = make_model().bfloat16()
+    expected = model(BATCH, labels=BATCH).loss
+    expected.backward()
+    pipeline = pipeline_of(model, schedule="Interleaved1F1B")
+    assert abs(pipeline.step(BATCH, BATCH) - expected) < 1e-2
+    for name, parameter in pipeline.named_parameters():
+        grad = dict(model.named_parameters())[name].grad
+        assert parameter.dtype == (torch.float64 if "depth_queries" in name else torch.bfloat16)
+        if "depth_queries" not in name:  # of which each stage has some rows
+            assert relative(parameter.grad.float(), grad.float()) < 0.1, name
+    pipeline = pipeline_of(make_model(), schedule="Interleaved1F1B", dtype=torch.float32)
+    with pytest.raises(ValueError, match=r"is of torch.float64, and the pipeline was made to send torch.float32"):
+        pipeline.step(BATCH, BATCH)
 
 
 @pytest.mark.slow
