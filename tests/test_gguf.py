@@ -22,7 +22,7 @@ def tensors(folder) -> dict[str, torch.Tensor]:
     return found
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("kind", ["Q8_0", "Q4_1", "Q5_0", "F16", "BF16", "F32"])
 def test_weights_are_those_of_the_file(kind, tmp_path):
     expected = write_gguf(tmp_path / "tiny.gguf", kind)
@@ -39,6 +39,7 @@ def test_weights_are_those_of_the_file(kind, tmp_path):
     assert sorted(path.name for path in tmp_path.iterdir()) == ["attnres", "tiny.gguf"]
 
 
+@pytest.mark.slow
 def test_it_is_used_like_any_other(tmp_path, run_attnres):
     """On the command line, from a folder; then a pipeline, the chat template, and back."""
     (tmp_path / "folder").mkdir()

@@ -275,7 +275,8 @@ def test_code_is_registered_after_a_model_was_saved_with_its_code(tmp_path, monk
     assert "auto_map" in json.loads((tmp_path / "second/config.json").read_text())
 
 
-@pytest.mark.parametrize("family", mostly_slow(["qwen3", "qwen3_moe"], every=2))
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
 def test_remote_code(family, tmp_path, monkeypatch):
     """A process without the package loads a checkpoint that carries its code, generates and saves it again."""
     model = randomize_queries(convert(tiny_base_model(family), 3))

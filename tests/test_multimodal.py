@@ -121,7 +121,7 @@ def randomize_queries(model):
         model.trunk.depth_queries.key_norm.add_(torch.randn_like(model.trunk.depth_queries.key_norm) * 0.3)
 
 
-@pytest.fixture(scope="module", params=mostly_slow(CONFIGS, every=3))
+@pytest.fixture(scope="module", params=mostly_slow(CONFIGS, every=len(CONFIGS)))
 def model_type(request):
     return request.param
 

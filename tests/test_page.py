@@ -100,6 +100,7 @@ def test_texts_do_no_harm(page):
     assert find(page, "#token-1").text == HARMFUL
 
 
+@pytest.mark.slow
 def test_cells_are_clicked(page, results):
     before, after = results["models"]
     cells = all_of(page, "#map rect[data-site]")
@@ -117,6 +118,7 @@ def test_cells_are_clicked(page, results):
     assert f"{rise:.3f}" in find(page, "#cell").text or f"{rise:.1e}".replace("e-0", "e-") in find(page, "#cell").text
 
 
+@pytest.mark.slow
 def test_cells_by_keyboard(page, results):
     page.execute_script("document.getElementById('map').focus()")
     assert page.execute_script("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
@@ -132,6 +134,7 @@ def bars(page):
     return [float(output.text) for output in all_of(page, "#bars output")]
 
 
+@pytest.mark.slow
 def test_tokens_show_their_own_weights(page, results):
     from selenium.webdriver import ActionChains
 
@@ -153,6 +156,7 @@ def test_tokens_show_their_own_weights(page, results):
     assert bars(page) == [thousandths / 1000 for pair in both for thousandths in pair]
 
 
+@pytest.mark.slow
 def test_everything_is_reached_by_tab(page):
     page.execute_script("document.activeElement.blur()")
     reached = []
@@ -162,6 +166,7 @@ def test_everything_is_reached_by_tab(page):
     assert reached == ["model", "quantity", "kind", "site", "map", "tokens", "bars"]
 
 
+@pytest.mark.slow
 def test_profiles(page, results):
     assert len(all_of(page, "#charts figure")) == 5
     select(page, "model", results["models"][1]["model"])
@@ -209,6 +214,7 @@ def test_two_models_open_on_their_difference(page, results):
     assert len(all_of(page, "#bars .legend span")) == 2
 
 
+@pytest.mark.slow
 def test_a_model_of_one_layer(browser, results, tmp_path):
     """Three sites: lines of one point are drawn as a point, filled in one model and hollow in the other."""
     models = []
@@ -223,6 +229,7 @@ def test_a_model_of_one_layer(browser, results, tmp_path):
     assert browser.get_log("browser") == []
 
 
+@pytest.mark.slow
 def test_a_model_whose_attention_and_mlp_share_a_read(browser, results, tmp_path):
     """Every second site is not read, and what is shown of the others is their own."""
     models = []
