@@ -460,7 +460,7 @@ def one_process():
 
 
 def test_bfloat16(one_process):
-    """What crosses is of the model's dtype, and queries stay as wide as they were. Another is refused, and not sent."""
+    """What crosses is of the model's dtype, and queries stay as wide as they were. Another is refused."""
     model = make_model().bfloat16()
     expected = model(BATCH, labels=BATCH).loss
     expected.backward()
