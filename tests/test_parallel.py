@@ -241,6 +241,7 @@ FIRST_CASES = [
     ),
     ({"schedule": "ZBVZeroBubble", "microbatches": 8}, {"block_size": 2, "attn_res_query": "input"}),
     ({"schedule": "Interleaved1F1B"}, {"frozen": True}),
+    ({"schedule": "InterleavedZeroBubble", "microbatches": 8}, {"family": "qwen3_moe"}),
 ]
 
 
