@@ -241,7 +241,11 @@ FIRST_CASES = [
     ),
     ({"schedule": "ZBVZeroBubble", "microbatches": 8}, {"block_size": 2, "attn_res_query": "input"}),
     ({"schedule": "Interleaved1F1B"}, {"frozen": True}),
-    ({"schedule": "InterleavedZeroBubble", "microbatches": 8}, {"family": "qwen3_moe"}),
+    # What a stage sends is a view, the output of experts alone
+    (
+        {"schedule": "InterleavedZeroBubble", "microbatches": 8, "layers_per_stage": [2, 3, 2, 1]},
+        {"family": "qwen3_moe"},
+    ),
 ]
 
 
