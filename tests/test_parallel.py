@@ -328,6 +328,8 @@ def _layouts_of_a_run(rank, folder, models):
                 optimizer.step()
             pipeline.save_pretrained(f"{folder}/{number}", optimizer)
             model = AutoModelForCausalLM.from_pretrained(f"{folder}/{number}", dtype=torch.float64).train()
+            for name, parameter in model.named_parameters():  # which a file does not say
+                parameter.requires_grad_(dict(whole_model.named_parameters())[name].requires_grad)
         for (name, found), (_, expected) in zip(model.named_parameters(), whole_model.named_parameters()):
             # Adam divides by the square root of squares: where these are rounding errors it makes steps of them
             assert (found - expected).abs().max() < 1e-9, name
