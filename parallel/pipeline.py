@@ -231,7 +231,8 @@ class AttnResPipeline:
         self.num_items = int((labels[:, 1:] != -100).sum()) if num_items is None else num_items
         if self.num_items < 1:
             raise ValueError("The batch has no labels: all are -100, or the first of a sample.")
-        self.store.blocks.clear(), self.store.grads.clear()  # of a step that has failed
+        self.store.blocks.clear()  # of a step that has failed
+        self.store.grads.clear()
         for stage in self.stages:
             stage.submod.forget_queries()
         earlier = [(weight, weight.grad) for weight in self._tied()] if self.is_tied else []
