@@ -322,7 +322,8 @@ def test_fla(kind, tmp_path, input_ids):
         ({"attnres_block_size": 0}, "`attn_res_block_size=0` must be"),
         ({"num_hidden_layers": 5}, "lacks 4 tensors of depth attention, among them `model.layers.4.attn_res_proj"),
         ({"hidden_size": 128}, r"has shape \[1, 64\], not 128 numbers"),
-        ({"hidden_size": 60}, r"config.json of .* is not valid"),
+        # In transformers 5.16 not the config refuses this, but the probe's run of the model
+        ({"hidden_size": 60}, r"config.json of .* is not valid|a run of its model without weights failed"),
         ({"num_hidden_layers": "4"}, r"config.json of .* is not valid"),
         ({"intermediate_size": 80}, "is not a whole attnres checkpoint: tensors are missing or have another shape"),
         ({"model_type": "mamba"}, r"\(a `mamba`\) is neither fla's `transformer` nor"),
