@@ -5,15 +5,21 @@ Found by a run of the base without weights, when a config is made of it, togethe
 """
 
 import copy
+import functools
+import inspect
 import linecache
+import re
 import sys
+from collections import UserDict
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.initialization import no_init_weights
@@ -49,6 +55,10 @@ class ProbedLayer:
     layer: nn.Module
     lines: list[Line] = field(default_factory=list)
     num_writes: int = 0
+    # How many values it returns as a tuple, of which the stream is the first; `None`: the stream alone
+    num_values: int | None = None
+    # The argument in which it is given more of the tokens or of earlier layers than the stream
+    given_more: str | None = None
 
 
 @dataclass
@@ -59,6 +69,37 @@ class Probe(DepthRecorder):
     layers: list[nn.Module] = field(default_factory=list)  # those of the base
     probed: list[ProbedLayer] = field(default_factory=list)  # those that have run
     config: PreTrainedConfig | None = None
+    input_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 3, dtype=torch.long))
+    # Names of the modules beside the layers that run in front of the first one, and behind the last one
+    in_front: set[str] = field(default_factory=set)
+    behind: set[str] = field(default_factory=set)
+    # Whether layers scale the stream: a block is then another one at every site
+    scales_blocks: bool = False
+
+    def __post_init__(self):
+        self.made_of_tokens = MadeOf(self.input_ids)
+        self.model: Any = None
+        self.embedding: torch.Tensor | None = None  # the first source
+
+    def watch(self, model: nn.Module):
+        self.model = model
+        for layer in self.layers:
+            layer.register_forward_pre_hook(self.enter, with_kwargs=True)
+            layer.register_forward_hook(self.leave)
+        layers, outer = decoder_layers(model), [("", model)]
+        while outer:  # the modules that the layers are inside of, from the model inwards
+            prefix, module = outer.pop()
+            for name, child in module.named_children():
+                if layers in child.children():
+                    outer.append((f"{prefix}{name}.", child))
+                elif child is not layers:
+                    child.register_forward_pre_hook(functools.partial(self.beside, f"{prefix}{name}"))
+
+    def beside(self, name: str, module: nn.Module, args: tuple):
+        if not self.probed:
+            self.in_front.add(name)
+        if len(self.probed) == len(self.layers):
+            self.behind.add(name)
 
     def record(self, what: str):
         probed, frame = self.probed[-1], sys._getframe(2)
@@ -76,11 +117,12 @@ class Probe(DepthRecorder):
         if len(self.probed) >= len(self.layers) or layer is not self.layers[len(self.probed)]:
             raise RefusedBase(self.config, f"its {name} runs more than once, or not in the order of the layers")
         if not self.probed:
+            self.embedding = stream
             stream = CountingStream(None, (stream,), block_size=sys.maxsize, recorder=self)
         elif not isinstance(stream, DepthStream):
             reason = "does more to the residual stream than to hand it on"
             raise RefusedBase(self.config, f"its model {reason}, in front of layer {len(self.probed)}, a {name}")
-        self.probed.append(ProbedLayer(layer))
+        self.probed.append(ProbedLayer(layer, given_more=self.made_of_tokens.name_of(layer, args, kwargs)))
         return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
     def leave(self, layer: nn.Module, args: tuple, output):
@@ -89,8 +131,10 @@ class Probe(DepthRecorder):
         reason = _reason_against_layer(probed, output, self.config)
         if reason is not None:
             raise RefusedBase(self.config, reason)
-        site = (output[0] if isinstance(output, tuple) else output).site
-        probed.num_writes = site - sum(earlier.num_writes for earlier in self.probed)
+        probed.num_values = len(output) if isinstance(output, tuple) else None
+        stream = output[0] if isinstance(output, tuple) else output
+        self.scales_blocks |= stream.blocks[0] is not self.embedding
+        probed.num_writes = stream.site - sum(earlier.num_writes for earlier in self.probed)
 
 
 class CountingStream(DepthStream):
@@ -116,6 +160,41 @@ class FirstOfAll(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class MadeOf(TorchDispatchMode):
+    """Knows which tensors are made of a first one. What has only its shape is not.
+
+    Args:
+        first: such as the ids of tokens.
+    """
+
+    def __init__(self, first: torch.Tensor):
+        super().__init__()
+        self.made = {id(first): first}  # kept, so that no other has its id
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **(kwargs or {}))
+        if self._is_any((args, kwargs)) and not re.search(r"_like|^aten\.new_", str(function)):
+            self.made.update((id(tensor), tensor) for tensor in pytree.tree_leaves(result))
+        return result
+
+    def _is_any(self, values) -> bool:
+        return any(id(value) in self.made for value in pytree.tree_leaves(values))
+
+    def name_of(self, layer: nn.Module, args: tuple, kwargs: dict) -> str | None:
+        """The first of a layer's arguments behind the stream that has something of it."""
+        signature = inspect.signature(type(layer).forward)
+        names = [name for name in signature.parameters if name != "self"]
+        given = {**dict(zip(names[1:], args[1:])), **{name: kwargs[name] for name in kwargs if name != names[0]}}
+        return next((name for name, value in given.items() if self._is_any(_entries(value))), None)
+
+
+def _entries(value: Any) -> Any:
+    """What layers hand to each other in a dict may be one in an object."""
+    if isinstance(value, UserDict):
+        return value.data
+    return value
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder layers of a model without head: its first list of modules, of as many as the config says."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
@@ -129,6 +208,11 @@ def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
 
 
 def probe_layers(base_config: PreTrainedConfig) -> list[ProbedLayer]:
+    """What the layers of a base do to its residual stream, see `run_probe`."""
+    return run_probe(base_config).probed
+
+
+def run_probe(base_config: PreTrainedConfig) -> Probe:
     """Run a base on a stream that takes down what is done to it, without weights or memory for any.
 
     Raises:
@@ -148,12 +232,10 @@ def probe_layers(base_config: PreTrainedConfig) -> list[ProbedLayer]:
             if hasattr(model, "encoder") and hasattr(model, "decoder"):
                 raise RefusedBase(base_config, "it has an encoder beside its decoder")
             probe = Probe(layers=list(decoder_layers(model)), config=base_config)
-            for layer in probe.layers:
-                layer.register_forward_pre_hook(probe.enter, with_kwargs=True)
-                layer.register_forward_hook(probe.leave)
+            probe.watch(model)
             step = "a run of its model without weights failed"
-            with FirstOfAll():
-                model(torch.zeros(1, 3, dtype=torch.long), use_cache=False)
+            with probe.made_of_tokens, FirstOfAll():
+                model(probe.input_ids, use_cache=False)
     except RefusedBase:
         raise
     except Exception as error:
@@ -162,7 +244,30 @@ def probe_layers(base_config: PreTrainedConfig) -> list[ProbedLayer]:
     if len(probe.probed) != len(probe.layers):
         reason = f"{len(probe.probed)} of its {len(probe.layers)} layers have run, one after the other"
         raise RefusedBase(base_config, reason)
-    return probe.probed
+    return probe
+
+
+def probe_slices(base_config: PreTrainedConfig) -> Probe:
+    """Run a base whose layers are to be divided among several models, as in a pipeline, see `run_probe`.
+
+    Raises:
+        ValueError: if a layer needs more of the tokens, or of the layers in front of it, than the residual stream.
+    """
+    probe = run_probe(base_config)
+    width = probe.model.get_input_embeddings().weight.shape[-1]
+    if width != base_config.hidden_size:
+        raise ValueError(
+            f"The layers of base `{base_config.model_type}` cannot be divided into slices: its embedding has {width}"
+            f" features, and its residual stream {base_config.hidden_size}."
+        )
+    for number, of_layer in enumerate(probe.probed):
+        if of_layer.given_more is not None:
+            raise ValueError(
+                f"The layers of base `{base_config.model_type}` cannot be divided into slices: layer {number}, a"
+                f" {type(of_layer.layer).__name__}, is given `{of_layer.given_more}` beside the residual stream, which"
+                " is made of the token ids, the embedding or the layers in front of it."
+            )
+    return probe
 
 
 def _reason_against_config(base_config: PreTrainedConfig) -> str | None:

@@ -34,7 +34,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from .configuration_attnres import AttnResConfig, base_config_class
 from .depth_backends import get_backend
 from .depth_pipeline import carry_streams
-from .depth_probe import decoder_layers
+from .depth_probe import decoder_layers, probe_slices
 from .depth_reads import Read
 from .depth_stream import DepthRecorder, DepthStream, checkpoint_stream
 from .generation_attnres import AttnResGenerationMixin, depth_output_class
@@ -169,10 +169,29 @@ class AttnResDepthQueries(nn.Module):
 
 
 class PassThrough(nn.Module):
-    """Stands where a pipeline stage has no layer."""
+    """Stands where a slice of the layers has none.
+
+    Args:
+        layer: that is left out, of which the base may read numbers and names.
+        num_values: that the layer returns as a tuple; `None`: hidden states alone.
+    """
+
+    def __init__(self, layer: nn.Module | None = None, num_values: int | None = None):
+        super().__init__()
+        plain = (bool, int, float, str)
+        self.__dict__.update((name, value) for name, value in vars(layer or self).items() if isinstance(value, plain))
+        self.num_values = num_values
 
     def forward(self, hidden_states, *args, **kwargs):
-        return hidden_states
+        return hidden_states if self.num_values is None else (hidden_states, *[None] * (self.num_values - 1))
+
+
+class SliceEnd(PassThrough):
+    """Stands behind the last layer of a slice. What the base does behind all layers is not done to the stream."""
+
+    def forward(self, stream, *args, **kwargs):
+        _HANDED.stream_behind = stream
+        return super().forward(torch.full_like(stream.newest, torch.nan))  # as of a head nothing would be right
 
 
 class DepthReader:
@@ -299,6 +318,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
     def maybe_distribute_model(cls, model, distributed_config, mesh_manager):
         model = super().maybe_distribute_model(model, distributed_config, mesh_manager)
         if hasattr(model, "_pp_stage"):
+            probe_slices(model.config.to_base_config())
             kept = [layer.depth_sites for layer in decoder_layers(model.base_model) if hasattr(layer, "depth_sites")]
             carry_streams(model, entry_site=kept[0][0])
         return model
@@ -394,7 +414,8 @@ class AttnResPreTrainedModel(PreTrainedModel):
 
 
 # What the forward pass that runs in this thread hands to the first layer of its model, around the code of the base,
-# which may have no way for it: `(model, recorder, stream)`. Not a context variable, as compilers do not know these
+# which may have no way for it: `value`, `(model, recorder, stream)`. And the way back, of a slice: `stream_behind` its
+# last layer. Not a context variable, as compilers do not know these
 _HANDED = threading.local()
 
 
@@ -415,16 +436,17 @@ def _with_depth_attentions(base_forward: Callable) -> Callable:
             depth_recorder = DepthRecorder(outputs=None)
         stream = kwargs["inputs_embeds"] if isinstance(kwargs.get("inputs_embeds"), DepthStream) else None
         if stream is not None:
-            kwargs["inputs_embeds"] = stream.newest  # which the base may scale, as it does embeddings
+            # Of what the base makes of it nothing is read; see `probe_slices`
+            kwargs["inputs_embeds"] = torch.zeros_like(stream.newest)
         if output_depth_attentions:
             return_dict = kwargs.pop("return_dict", None)
             return_dict = self.config.return_dict if return_dict is None else return_dict
             kwargs["return_dict"] = True
-        _HANDED.value = self.trunk, depth_recorder, stream
+        _HANDED.value, _HANDED.stream_behind = (self.trunk, depth_recorder, stream), None
         try:
             outputs = _with_tensors(base_forward(self, *args, **kwargs))
         finally:
-            _HANDED.value = outer
+            _HANDED.value, _HANDED.stream_behind = outer, None
         if not output_depth_attentions:
             return outputs
         weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
@@ -435,13 +457,20 @@ def _with_depth_attentions(base_forward: Callable) -> Callable:
     return forward
 
 
-def _with_tensors(outputs):
-    """The outputs of a model, in which hidden states of the layers are streams: of each what the next layer reads."""
+def _with_tensors(outputs: Any) -> Any:
+    """The outputs of a model, in which hidden states of the layers are streams: of each what the next layer reads.
+
+    The last hidden state of a slice is the stream behind it.
+    """
+    behind = _HANDED.stream_behind
     if isinstance(outputs, ModelOutput):
         if outputs.get("hidden_states") is not None:
             outputs["hidden_states"] = tuple(_read(state) for state in outputs["hidden_states"])
+        if behind is not None:
+            outputs["last_hidden_state"] = behind
     elif isinstance(outputs, tuple):
-        return tuple(tuple(map(_read, part)) if isinstance(part, tuple) else part for part in outputs)
+        outputs = tuple(tuple(map(_read, part)) if isinstance(part, tuple) else part for part in outputs)
+        return outputs if behind is None else (behind, *outputs[1:])
     return outputs
 
 
@@ -587,15 +616,18 @@ class AttnResModel(AttnResPreTrainedModel):
         """Leave the layers `start` to `end - 1`, and the final norm behind the last one: a pipeline stage.
 
         What such a model returns as `last_hidden_state` in front of the last stage is a `DepthStream`.
+
+        Raises:
+            ValueError: if layers of the base need more from those in front of them than the residual stream.
         """
-        layers = decoder_layers(self)
-        for i in range(len(layers)):
+        layers, probe = decoder_layers(self), probe_slices(self.config.to_base_config())
+        for i, of_layer in enumerate(probe.probed):
             if not start <= i < end:
-                layers[i] = PassThrough()
+                layers[i] = (SliceEnd if i == end else PassThrough)(layers[i], of_layer.num_values)
         if end < len(layers):
-            for name, module in self.named_children():
-                if isinstance(module, DepthReader):
-                    setattr(self, name, PassThrough())
+            present = {name for name, _ in self.named_modules()}  # a model with a head may have no pooler
+            for name in present & (probe.behind - probe.in_front):
+                self.set_submodule(name, PassThrough())
 
     def fold_queries(self) -> tuple[torch.Tensor, ...]:
         """What the forward of the depth queries gives, `[sites, hidden]` first."""

@@ -6,18 +6,21 @@ import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
+import xxhash
 from safetensors.torch import load_file, save_file
 from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attnres.configuration_attnres import AttnResConfig
+from attnres.conversion.files import hidden_folder
 from attnres.depth_pipeline import num_sources
-from attnres.depth_probe import decoder_layers
-from attnres.modeling_attnres import AttnResForCausalLM, DepthReader, PassThrough
+from attnres.depth_probe import decoder_layers, probe_slices
+from attnres.modeling_attnres import AttnResDepthQueries, AttnResForCausalLM, PassThrough
 
 from .routing import StageRoute, route_blocks
 from .stage import AttnResStage, BlockStore, StageModule
@@ -82,13 +85,15 @@ class AttnResPipeline:
         device: where this process computes.
         dtype: of what crosses; by default that of the embedding. Parameters that are cast, by FSDP2 or autocast, make
             another.
-        cache: `False` sends every block over every boundary, to compare with.
+        cache: `False` sends every block over every boundary, to compare with. That is always so where the layers of a
+            base scale its stream.
         parallelize: called with the module of every stage, whose `model` has its layers, to divide it further, with
             `fully_shard` or `parallelize_module` over other dimensions of a device mesh. With FSDP2 the module itself
             is the last to be sharded, and the depth queries are a unit of their own, as they may be of another dtype.
 
     Raises:
-        ValueError: for a schedule, or numbers, that do not go together.
+        ValueError: for a schedule, or numbers, that do not go together; for a model that is no `AttnResForCausalLM` or
+            not the same in every process; and for one whose layers need more of each other than the stream.
     """
 
     def __init__(
@@ -107,29 +112,30 @@ class AttnResPipeline:
         cache: bool = True,
         parallelize: Callable[[StageModule], None] | None = None,
     ):
+        check_model(model)
         schedule_class = get_schedule_class(schedule)
         is_single = issubclass(schedule_class, PipelineScheduleSingle)
         if stages_per_rank is None:
             stages_per_rank = 1 if is_single else 2
         if batch_size % microbatches:
             raise ValueError(f"`microbatches={microbatches}` must divide `batch_size={batch_size}`.")
-        if getattr(model.config, "output_router_logits", False):
-            raise ValueError(
-                "`output_router_logits` adds a loss that needs the routers of all layers, which no stage has: set it"
-                " to False in the config."
-            )
         self.config, self.group, self.device = model.config, group, torch.device(device)
         num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.ranks = ranks_of_stages(num_ranks, stages_per_rank, schedule)
         num_stages = len(self.ranks)
-        self.layers_per_stage = list(layers_per_stage or spread(self.config.num_hidden_layers, num_stages))
+        self.layers_per_stage = list(layers_per_stage or spread(len(self.config.sublayers_per_layer()), num_stages))
         sites = sites_of_stages(self.config, self.layers_per_stage)
         if len(sites) != num_stages + 1:
             raise ValueError(
                 f"`layers_per_stage={self.layers_per_stage}` is of {len(sites) - 1} stages, and {num_ranks} processes"
                 f" with {stages_per_rank} each have {num_stages}."
             )
+        self.probe = probe_slices(self.config.to_base_config())
+        # A block that is scaled in every layer is another one at the next stage
+        cache = cache and not self.probe.scales_blocks
         self.routes = route_blocks(sites, self.ranks, self.config.attn_res_block_size, cache=cache)
+        settings = schedule, microbatches, self.layers_per_stage, batch_size, sequence_length, cache, str(dtype)
+        check_agreement(model, settings, group)
         self.is_tied = self.config.tie_word_embeddings and num_stages > 1
         self.store, self.num_items = BlockStore(), 1
         self.skeleton = _without_weights(model)
@@ -160,7 +166,7 @@ class AttnResPipeline:
         left_out = [*(module for i, module in enumerate(layers) if i not in mine)]
         if number > 0:
             left_out.append(model.get_input_embeddings())
-        memo = {id(module): PassThrough() for module in left_out}
+        memo = {id(module): PassThrough(module) for module in left_out}
         if is_last and self.is_tied:  # kept by the head, which shares it with the embedding
             weight = model.get_output_embeddings().weight
             memo[id(weight)] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
@@ -223,7 +229,7 @@ class AttnResPipeline:
             The loss, in every process.
 
         Raises:
-            ValueError: for a batch of another shape, or one without labels.
+            ValueError: for a batch of another shape, one without labels, or one that is another in another process.
         """
         for name, tensor in (("input_ids", input_ids), ("labels", labels)):
             if tensor.shape != self.shape:
@@ -231,6 +237,7 @@ class AttnResPipeline:
         self.num_items = int((labels[:, 1:] != -100).sum()) if num_items is None else num_items
         if self.num_items < 1:
             raise ValueError("The batch has no labels: all are -100, or the first of a sample.")
+        self._check_batch({"input_ids": input_ids, "labels": labels, "num_items": num_items, **kwargs})
         self.store.blocks.clear()  # of a step that has failed
         self.store.grads.clear()
         for stage in self.stages:
@@ -262,6 +269,21 @@ class AttnResPipeline:
         loss = loss.detach().to(torch.float64)
         dist.broadcast(loss, self._global_rank(self.ranks[-1]), group=self.group)
         return loss
+
+    def _check_batch(self, batch: dict[str, Any]):
+        """The first stage takes the ids and the last one the labels, of what should be the same batch."""
+        hashed = xxhash.xxh3_64()
+        for name, value in sorted(batch.items()):
+            hashed.update(name.encode())
+            hashed.update(_bytes(value) if torch.is_tensor(value) else str(value).encode())
+        number = float(hashed.intdigest() >> 16)  # of 48 bits, which a double has room for
+        found = torch.tensor([number, -number], dtype=torch.float64, device=self.device)
+        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
+        if found[0] != -found[1]:
+            raise ValueError(
+                f"The processes of a pipeline were given different batches ({', '.join(batch)}): all of them take the"
+                " whole batch. Give every process the same data, in the same order."
+            )
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -344,9 +366,7 @@ class AttnResPipeline:
             trunk, names = model.trunk, {id(module): name for name, module in model.named_modules()}
             inside = f"{names[id(trunk)]}."
             used = (f"{names[id(decoder_layers(trunk))]}.", f"{inside}depth_queries.")
-            used += tuple(
-                f"{inside}{name}." for name, child in trunk.named_children() if isinstance(child, DepthReader)
-            )
+            used += tuple(f"{inside}{name}." for name in self.probe.behind)
             for name, parameter in model.named_parameters():
                 is_copy = self.is_tied and stage.is_last and parameter is model.get_output_embeddings().weight
                 if stage.is_first or is_copy or name.startswith(used) or not name.startswith(inside):
@@ -363,16 +383,25 @@ class AttnResPipeline:
     def save_pretrained(self, folder: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None):
         """A checkpoint of the whole model, as its own `save_pretrained` writes it, and what an optimizer knows.
 
-        Called by every process. The first one of all writes, which also has all of it in memory.
+        Called by every process. The first one of all writes, which also has all of it in memory: into a hidden folder,
+        whose files then take the place of those of an earlier checkpoint.
         """
         weights = self._gather(list(self._parameters(copies=False)))
         state = {} if optimizer is None else self._gather(self._optimizer_state(optimizer))
         if dist.get_rank() == 0:  # and not the first of each of several pipelines
-            self.skeleton.save_pretrained(folder, state_dict={**weights, **self._shared(weights)})
-            if optimizer is not None:
-                temporary = Path(folder) / f".{OPTIMIZER_FILE}"
-                save_file({name: tensor.contiguous() for name, tensor in state.items()}, temporary)
-                temporary.replace(Path(folder) / OPTIMIZER_FILE)
+            path, num_bytes = Path(folder), sum(tensor.nbytes for tensor in (*weights.values(), *state.values()))
+            with hidden_folder(path, "unfinished", num_bytes) as unfinished:
+                self.skeleton.save_pretrained(unfinished, state_dict={**weights, **self._shared(weights)})
+                if optimizer is not None:
+                    state = {name: tensor.contiguous() for name, tensor in state.items()}
+                    save_file(state, unfinished / OPTIMIZER_FILE)
+                path.mkdir(exist_ok=True)
+                written = {file.name for file in unfinished.iterdir()}
+                for old in path.glob("*.safetensors*"):  # parts of it, or what its optimizer knew
+                    if old.name not in written:
+                        old.unlink()
+                for name in sorted(written):
+                    os.replace(unfinished / name, path / name)
         dist.barrier()
 
     def _shared(self, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -387,13 +416,23 @@ class AttnResPipeline:
         if not path.is_file():
             raise FileNotFoundError(f"`{folder}` has no {OPTIMIZER_FILE}: it was saved without its optimizer.")
         saved = load_file(path)
+        known = {name for name, _ in self.skeleton.named_parameters()}
+        for key in saved:
+            if key.rpartition("|")[0] not in known:
+                raise ValueError(f"{path} is of another model: this one has no parameter `{key.rpartition('|')[0]}`.")
         for name, parameter in self.named_parameters():
             for key in [key for key in saved if key.startswith(f"{name}|")]:
-                kind = key.rpartition("|")[2]
-                tensor = saved[key].clone()  # of copies each has its own
-                if tensor.shape == parameter.shape and isinstance(parameter, DTensor):
-                    tensor = _like(tensor, parameter, is_whole=True)
-                optimizer.state[parameter][kind] = tensor if kind == "step" else tensor.to(parameter.device)
+                kind, tensor = key.rpartition("|")[2], saved[key].clone()  # of copies each has its own
+                if tensor.ndim and tensor.shape != parameter.shape:
+                    raise ValueError(
+                        f"{path} is of another model: its `{name}` has the shape {tuple(tensor.shape)}, and this one's"
+                        f" {tuple(parameter.shape)}."
+                    )
+                if tensor.ndim and isinstance(parameter, DTensor):
+                    tensor = distribute_tensor(
+                        tensor.to(parameter.device), parameter.device_mesh, parameter.placements
+                    )
+                optimizer.state[parameter][kind] = tensor.to(parameter.device) if tensor.ndim else tensor
 
     def _optimizer_state(self, optimizer: torch.optim.Optimizer) -> list[tuple[AttnResStage, str, torch.Tensor]]:
         return [
@@ -420,6 +459,48 @@ class AttnResPipeline:
         return found
 
 
+def check_model(model: AttnResForCausalLM):
+    """Whether stages can be made of a model, and compute what it computes."""
+    queries = model.trunk.depth_queries if isinstance(model, AttnResForCausalLM) else None
+    if not isinstance(queries, AttnResDepthQueries) or getattr(model, "peft_config", None):
+        raise ValueError(
+            f"A pipeline is made of an `AttnResForCausalLM` without adapters, not of a {type(model).__name__}"
+            f"{'' if queries is None else ' with adapters'}. An adapter can be merged first (`merge_and_unload`)."
+        )
+    if getattr(model.config, "output_router_logits", False):
+        raise ValueError(
+            "`output_router_logits` adds a loss that needs the routers of all layers, which no stage has: set it to"
+            " False in the config."
+        )
+
+
+def check_agreement(model: AttnResForCausalLM, settings: tuple, group: dist.ProcessGroup | None):
+    """Whether every process makes the same pipeline: of a part of one model and a part of another nothing comes."""
+    hashed = xxhash.xxh3_64()
+    for name, tensor in model.state_dict().items():
+        hashed.update(name.encode())
+        hashed.update(_bytes(tensor))
+    mine = {
+        "model": hashed.intdigest(),
+        "config": model.config.to_json_string(),
+        "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
+        "settings": settings,
+    }
+    gathered: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(gathered, mine, group=group)
+    for rank, other in enumerate(gathered):
+        different = [key for key in mine if other[key] != gathered[0][key]]
+        if different:
+            raise ValueError(
+                f"The processes of a pipeline have different models: {' and '.join(different)} of process {rank} are"
+                " others than those of process 0. Make the model with the same seed, or load the same checkpoint."
+            )
+
+
+def _bytes(tensor: torch.Tensor) -> memoryview:
+    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
+
+
 def spread(num_layers: int, num_stages: int) -> list[int]:
     """Layers of each stage, as even as they can be, the first ones with a layer more."""
     if num_layers < num_stages:
@@ -440,14 +521,10 @@ def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def _like(tensor: torch.Tensor, other: torch.Tensor, is_whole: bool = False) -> torch.Tensor:
-    """A tensor that is divided over processes as another one is."""
+def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+    """A process's part of a tensor that is divided as another one is."""
     if not isinstance(other, DTensor):
         return tensor
-    if is_whole:
-        from torch.distributed.tensor import distribute_tensor
-
-        return distribute_tensor(tensor.to(other.device), other.device_mesh, other.placements)
     return DTensor.from_local(tensor, other.device_mesh, other.placements, shape=other.shape, stride=other.stride())
 
 

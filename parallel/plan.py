@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnres.configuration_attnres import AttnResConfig
 from attnres.depth_pipeline import num_sources
-from attnres.depth_probe import FirstOfAll, decoder_layers
+from attnres.depth_probe import FirstOfAll, decoder_layers, probe_slices
 from attnres.families import read_decoder_config
 from attnres.modeling_attnres import AttnResDepthQueries, AttnResForCausalLM, DepthReader
 
@@ -25,8 +25,9 @@ from .routing import num_transfers, route_blocks
 
 # Weight, gradient, and the two means of AdamW, in fp32
 TRAINING_BYTES = 16
-# They fill the waiting with gradients of weights, as far as these take as long as it
-UNKNOWN_BUBBLE = ("interleavedzerobubble", "zbvzerobubble", "dualpipev")
+# They fill the waiting with gradients of weights: how much of it depends on the machine, and until then parts of the
+# activations are kept
+ZERO_BUBBLE = ("interleavedzerobubble", *V_SCHEDULES)
 
 
 @dataclass(frozen=True)
@@ -65,8 +66,9 @@ class Layout:
         for name, value in asdict(self).items():
             if isinstance(value, int) and not isinstance(value, bool) and value < 1:
                 raise ValueError(f"`{name}={value}` must be at least 1.")
-        if not isinstance(getattr(torch, self.dtype, None), torch.dtype):
-            raise ValueError(f"`dtype={self.dtype!r}` is none of torch's.")
+        dtype = getattr(torch, self.dtype, None)
+        if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+            raise ValueError(f"`dtype={self.dtype!r}` is none of torch's floating point dtypes, such as bfloat16.")
         if self.gpus % (self.tp * self.pp):
             raise ValueError(f"`tp={self.tp}` times `pp={self.pp}` must divide `gpus={self.gpus}`.")
 
@@ -110,12 +112,14 @@ def plan(config: AttnResConfig, layout: Layout) -> dict[str, Any]:
     """
     num_stages = layout.pp * layout.stages_per_rank
     ranks = ranks_of_stages(layout.pp, layout.stages_per_rank, layout.schedule)
-    layers = spread(config.num_hidden_layers, num_stages)
+    layers = spread(len(config.sublayers_per_layer()), num_stages)
+    # Where layers scale the stream, a block is another one at every stage
+    cache = num_stages == 1 or not probe_slices(config.to_base_config()).scales_blocks
     sites = sites_of_stages(config, layers)
     *sizes, queries = parameters(config, copies=num_stages > 1)
     *divided, _ = parameters(config, layout.tp, copies=num_stages > 1)
     activations = activation_bytes(config, layout)
-    routes = route_blocks(sites, ranks, config.attn_res_block_size)
+    routes = route_blocks(sites, ranks, config.attn_res_block_size, cache=cache)
     stages, start = [], 0
     for number, (num_layers, route) in enumerate(zip(layers, routes)):
         parts = range(start + 1, start + num_layers + 1)
@@ -136,7 +140,7 @@ def plan(config: AttnResConfig, layout: Layout) -> dict[str, Any]:
         "parameters": sum(parameters(config)),
         "stages": stages,
         "training": training(stages, layout),
-        "transfers": transfers(config, layout, sites, ranks),
+        "transfers": transfers(config, layout, sites, ranks, cache),
         "bubble": bubble(layout),
         "prefill": prefill(config, layout, sum(divided) + queries),
     }
@@ -185,9 +189,9 @@ def parameters(config: AttnResConfig, tp: int = 1, copies: bool = False) -> list
     Args:
         copies: whether a head that shares the embedding has its own, as in a pipeline.
     """
-    plan = {name: style for name, style in (config.base_model_tp_plan or {}).items() if tp > 1}
     with fake_mode():
         model = empty_model(config, torch.float32)
+    plan = {name: style for name, style in (model.tp_plan or {}).items() if tp > 1}
     trunk = model.trunk
     layers = decoder_layers(trunk)
     prefix = next(path for path, module in trunk.named_modules() if module is layers)
@@ -201,16 +205,27 @@ def parameters(config: AttnResConfig, tp: int = 1, copies: bool = False) -> list
             child = getattr(trunk, inner.split(".")[0], None) if name != inner else None
             place = 0 if child is not None and not isinstance(child, DepthReader) else behind
             place = of_queries if isinstance(child, AttnResDepthQueries) else place
-        module = inner.rpartition(".")[0]
-        is_divided = any(
-            fnmatch(module, pattern) or fnmatch(inner, pattern) for pattern in plan if _divides(plan, pattern)
-        )
-        counts[place] += math.ceil(parameter.numel() / tp) if is_divided else parameter.numel()
+        counts[place] += numbers_of_rank(name, parameter, plan, tp)
     return counts
 
 
-def _divides(plan: dict[str, str], pattern: str) -> bool:
-    return any(kind in plan[pattern] for kind in ("colwise", "rowwise", "grouped_gemm", "local", "packed"))
+def numbers_of_rank(name: str, parameter: torch.Tensor, plan: dict[str, str], tp: int) -> int:
+    """How many of a parameter's numbers the process has that has most, of `tp`, by transformers' plan of styles."""
+    module = name.rpartition(".")[0]
+    for pattern, style in plan.items():
+        if fnmatch(module, pattern) or fnmatch(name, pattern):
+            if style in ("embedding_rowwise", "embedding_colwise"):
+                dim = int(style == "embedding_colwise")
+            elif style == "grouped_gemm":
+                dim = 0
+            elif "colwise" in style:  # of experts in one tensor the second
+                dim = max(parameter.ndim - 2, 0)
+            elif "rowwise" in style and parameter.ndim > 1:  # a bias is added once
+                dim = parameter.ndim - 1
+            else:
+                continue
+            return parameter.numel() // parameter.shape[dim] * math.ceil(parameter.shape[dim] / tp)
+    return parameter.numel()
 
 
 def activation_bytes(config: AttnResConfig, layout: Layout) -> list[int] | None:
@@ -259,26 +274,31 @@ def activation_bytes(config: AttnResConfig, layout: Layout) -> list[int] | None:
     return [sum(of_place.values()) for of_place in found]
 
 
-def in_flight(layout: Layout, rank: int) -> int:
-    """How many microbatches of stages a process has activations of at once, at most."""
-    whole = layout.microbatches * layout.stages_per_rank
+def in_flight(layout: Layout, rank: int) -> int | None:
+    """How many microbatches of stages a process has activations of at once, at most. `None`: it is not known."""
     schedule = layout.schedule.lower()
+    if schedule in ZERO_BUBBLE:
+        return None
     if schedule == "1f1b":
         return min(layout.microbatches, layout.pp - rank)
-    if schedule in ("interleaved1f1b", "interleavedzerobubble"):
-        warm_up = (layout.stages_per_rank - 1) * layout.pp + 2 * (layout.pp - 1 - rank) + 1
-        return min(whole, warm_up)
-    return min(whole, 2 * layout.pp + 1) if schedule in V_SCHEDULES else whole
+    whole = layout.microbatches * layout.stages_per_rank
+    if schedule == "interleaved1f1b":
+        return min(whole, (layout.stages_per_rank - 1) * layout.pp + 2 * (layout.pp - 1 - rank) + 1)
+    return whole
 
 
-def activations_in_flight(mine: Sequence[dict[str, Any]], last: dict[str, Any], layout: Layout, rank: int) -> int:
-    """Bytes of the microbatches that a process has in flight, at most.
+def activations_in_flight(
+    mine: Sequence[dict[str, Any]], last: dict[str, Any], layout: Layout, rank: int
+) -> int | None:
+    """Bytes of the microbatches that a process has in flight, at most. `None`: they are not known.
 
     Args:
         mine: its stages.
         last: of all stages, behind which a microbatch goes back at once unless all go forward first.
     """
     count = in_flight(layout, rank)
+    if count is None or any(stage["activations"] is None for stage in mine):
+        return None
     if len(mine) == 1 or layout.schedule.lower() == "loopedbfs":
         return count * sum(stage["activations"] for stage in mine) // len(mine)
     others = [stage["activations"] for stage in mine if stage is not last]
@@ -292,23 +312,23 @@ def training(stages: Sequence[dict[str, Any]], layout: Layout) -> dict[str, Any]
     for rank in range(layout.pp):
         mine = [stage for stage in stages if stage["process"] == rank]
         state = TRAINING_BYTES * sum(stage["parameters_of_tp_rank"] for stage in mine) / layout.dp
-        kept = None
-        if all(stage["activations"] is not None for stage in mine):
-            kept = activations_in_flight(mine, stages[-1], layout, rank)
+        kept = activations_in_flight(mine, stages[-1], layout, rank)
         total = state + (kept or 0)
         if total > worst.get("total", -1):
             worst = {"process": rank, "state": round(state), "activations": kept, "total": round(total)}
     return worst
 
 
-def transfers(config: AttnResConfig, layout: Layout, sites: Sequence[int], ranks: Sequence[int]) -> dict[str, Any]:
+def transfers(
+    config: AttnResConfig, layout: Layout, sites: Sequence[int], ranks: Sequence[int], cache: bool
+) -> dict[str, Any]:
     """What crosses between processes for one microbatch, forward. As much comes back as gradients."""
     tensor = layout.microbatch_size * layout.sequence_length * config.hidden_size * layout.itemsize
     hops = [site for site, rank, other in zip(sites[1:], ranks, ranks[1:]) if rank != other]
     num_open = sum(num_sources(config, site)[1] for site in hops)
     blocks = {
-        name: num_transfers(route_blocks(sites, ranks, config.attn_res_block_size, cache=cache), ranks)
-        for name, cache in (("naive", False), ("cached", True))
+        name: num_transfers(route_blocks(sites, ranks, config.attn_res_block_size, cache=is_cached), ranks)
+        for name, is_cached in (("naive", False), ("cached", cache))
     }
     return {
         "boundaries": len(hops),
@@ -324,7 +344,7 @@ def bubble(layout: Layout) -> float | None:
     """The part of a step in which a process waits, if all stages take as long. `None`: it depends on the machine."""
     if layout.pp == 1:
         return 0.0
-    if layout.schedule.lower() in UNKNOWN_BUBBLE:
+    if layout.schedule.lower() in ZERO_BUBBLE:
         return None
     idle, busy = layout.pp - 1, layout.microbatches * layout.stages_per_rank
     return idle / (idle + busy)

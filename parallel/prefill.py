@@ -2,13 +2,17 @@
 """The block cache of a long prompt, its tokens divided over processes that otherwise have the same."""
 
 import functools
+import types
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
+from attnres.depth_attention import norm_of
 from attnres.depth_stream import DepthStream
-from attnres.modeling_attnres import AttnResPreTrainedModel
+from attnres.modeling_attnres import AttnResModel, AttnResPreTrainedModel
 
 
 def divide_block_cache(model: AttnResPreTrainedModel, group: dist.ProcessGroup | None = None):
@@ -22,43 +26,43 @@ def divide_block_cache(model: AttnResPreTrainedModel, group: dist.ProcessGroup |
         model: the same in every process, or divided by a tensor-parallel plan. It is changed in place.
         group: the processes; by default all of them.
     """
-    trunk = model.trunk
-
-    def start_stream(blocks, partial=None, *args, **kwargs):
-        start = functools.partial(type(trunk).start_stream, trunk)
-        num_tokens, num_ranks = blocks[0].shape[1], dist.get_world_size(group)
-        if torch.is_grad_enabled() or num_tokens < num_ranks or kwargs.get("recorder") is not None:
-            return start(blocks, partial, *args, **kwargs)
-        sizes = [len(part) for part in torch.arange(num_tokens).tensor_split(num_ranks)]
-        kwargs["outputs"] = [mine(output, sizes, group) for output in kwargs.get("outputs", ())]
-        partial = None if partial is None else mine(partial, sizes, group)
-        stream: Any = start([mine(block, sizes, group) for block in blocks], partial, *args, **kwargs)
-        stream.__class__ = _divided(type(stream))
-        stream.token_counts, stream.group = sizes, group
-        return stream
-
-    trunk.start_stream = start_stream
+    # A method, which a copy of the model binds to the copy
+    model.trunk.start_stream = types.MethodType(functools.partial(start_divided, group=group), model.trunk)
 
 
-def mine(tensor: torch.Tensor, token_counts: list[int], group: dist.ProcessGroup | None) -> torch.Tensor:
+def start_divided(trunk: AttnResModel, blocks, partial=None, *args, group: dist.ProcessGroup | None, **kwargs):
+    """`start_stream` of a process that keeps the blocks of its tokens."""
+    start = functools.partial(type(trunk).start_stream, trunk)
+    num_tokens, num_ranks = blocks[0].shape[1], dist.get_world_size(group)
+    if torch.is_grad_enabled() or num_tokens < num_ranks or kwargs.get("recorder") is not None:
+        return start(blocks, partial, *args, **kwargs)
+    sizes = [len(part) for part in torch.arange(num_tokens).tensor_split(num_ranks)]
+    kwargs["outputs"] = [mine(output, sizes, group) for output in kwargs.get("outputs", ())]
+    partial = None if partial is None else mine(partial, sizes, group)
+    stream: Any = start([mine(block, sizes, group) for block in blocks], partial, *args, **kwargs)
+    stream.__class__ = _divided(stream.__class__)
+    stream.token_counts, stream.group = tuple(sizes), group
+    return stream
+
+
+def mine(tensor: torch.Tensor, token_counts: Sequence[int], group: dist.ProcessGroup | None) -> torch.Tensor:
     """The tokens of this process, of `[batch, seq, hidden]`."""
-    return tensor.split(token_counts, dim=1)[dist.get_rank(group)]
+    return tensor.split(list(token_counts), dim=1)[dist.get_rank(group)]
 
 
+@dataclass(eq=False)
 class DividedStream(DepthStream):
     """A stream that has the sources of some tokens, and gives and takes what is of all of them. See `_divided`."""
 
-    token_counts: list[int]
-    group: dist.ProcessGroup | None
-
-    def write(self, output: torch.Tensor) -> DepthStream:
-        return super().write(mine(output, self.token_counts, self.group))
+    token_counts: tuple[int, ...] = ()
+    group: dist.ProcessGroup | None = None
 
     def read(self, norm=None) -> torch.Tensor:
+        if self.cast is not None and norm is not None:  # what the norm is given has been gathered
+            return norm_of(norm, self.read())
         local = super().read(norm)
-        batch, _, hidden_size = local.shape
         # Of one size, as some backends gather no others
-        padded = local.new_zeros(batch, max(self.token_counts), hidden_size)
+        padded = local.new_zeros(local.shape[0], max(self.token_counts), *local.shape[2:])
         padded[:, : local.shape[1]] = local
         gathered = [torch.empty_like(padded) for _ in self.token_counts]
         dist.all_gather(gathered, padded, group=self.group)
@@ -66,22 +70,28 @@ class DividedStream(DepthStream):
 
     @property
     def shape(self) -> torch.Size:
-        batch, _, hidden_size = self.newest.shape
-        return torch.Size((batch, sum(self.token_counts), hidden_size))
+        of_some = self.newest.shape
+        return torch.Size((of_some[0], sum(self.token_counts), *of_some[2:]))
 
     def size(self, *args):
         return self.shape if not args else self.shape[args[0]]
 
     def __add__(self, other):
         if isinstance(other, torch.Tensor) and other.shape == self.shape:
-            return self.write(other)
+            return self.write(mine(other, self.token_counts, self.group))
         return self.read() + other
 
     __radd__ = __add__
     __iadd__ = __add__
 
     def __getitem__(self, index):
-        return self.read()[index]
+        found = super().__getitem__(index)
+        if isinstance(found, torch.Tensor) or found is self:
+            return found
+        raise ValueError(
+            f"The base takes some tokens of its residual stream, {index}, and its block cache cannot be divided: leave"
+            " `divide_block_cache` out."
+        )
 
     def reshape(self, *shape):
         return self.read().reshape(*shape)
@@ -91,5 +101,5 @@ class DividedStream(DepthStream):
 
 @functools.cache
 def _divided(of_read: type[DepthStream]) -> type[DepthStream]:
-    """A stream of this class, whichever way it reads."""
-    return type(f"Divided{of_read.__name__}", (DividedStream, of_read), {})
+    """A stream of this class, whichever way it reads, with the fields of both."""
+    return dataclass(eq=False)(type(f"Divided{of_read.__name__}", (DividedStream, of_read), {}))

@@ -27,11 +27,14 @@ class StageModule(nn.Module):
         self.model, self.route, self.is_last = model, route, is_last
         self.folded: tuple[torch.Tensor, ...] = ()
         self.queries: list[torch.Tensor] = []
-        model.trunk.fold_queries = lambda: self.queries
+        model.trunk.fold_queries = self.folded_queries  # a method, which a copy of this module binds to the copy
 
     def forget_queries(self):
         """To be called when parameters have changed: a step folds the queries once, for all its microbatches."""
         self.folded, self.queries = (), []
+
+    def folded_queries(self) -> list[torch.Tensor]:
+        return self.queries
 
     def _fold_queries(self):
         """Fold the queries in the first forward pass of a step, as FSDP2 gathers parameters in there.

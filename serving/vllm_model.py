@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import PPMissingLayer, make_empty_intermed
 
 import attnres  # noqa: F401  registers the config and the classes in transformers
 from attnres.depth_pipeline import num_sources, stack_sources, stream_of_sources
-from attnres.depth_probe import decoder_layers
+from attnres.depth_probe import decoder_layers, probe_slices
 from attnres.modeling_attnres import DepthReader
 from attnres.serving.logits import HeadOfBase
 
@@ -76,7 +76,9 @@ class AttnResForCausalLM(TransformersForCausalLM):
         first_layer.register_forward_pre_hook(receive, with_kwargs=True, prepend=True)
 
     def _check_input_of_layers(self):
-        """Raise a `ValueError` if a base does to embeddings what it would do to all that crosses as well."""
+        """Raise a `ValueError` if a base does to embeddings what it would do to all that crosses as well, or if its
+        layers need more of each other than what crosses."""
+        probe_slices(self.config.to_base_config())
         reached = []
 
         def stop(layer, args, kwargs):

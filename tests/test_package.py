@@ -20,7 +20,7 @@ import attnres
 
 
 ROOT = Path(__file__).parents[1]
-PACKAGES = ("benchmarks", "conversion", "eval", "inspection", "model_cards", "serving", "training")
+PACKAGES = sorted(path.parent.name for path in ROOT.glob("*/__init__.py"))
 # Run by every Python that finds it: what is not among the dependencies is not installed
 SITECUSTOMIZE = """
 import os

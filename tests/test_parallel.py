@@ -3,12 +3,16 @@
 
 import copy
 import itertools
+import json
 import os
 import tempfile
 
 import pytest
 import torch
 import torch.distributed as dist
+from decoder_configs import decoder_config
+from families_page import RECORD
+from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 from tiny_models import tiny_base_config
 from torch.distributed.device_mesh import init_device_mesh
@@ -16,8 +20,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
+from transformers.distributed import DistributedConfig
 
-from attnres import AttnResConfig, AttnResForCausalLM
+from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification
 from attnres.depth_attention import BlockCache
 from attnres.depth_reads import GeneralBlockCache
 from attnres.parallel import (
@@ -29,8 +34,8 @@ from attnres.parallel import (
     route_blocks,
     sites_of_stages,
 )
-from attnres.parallel.pipeline import spread
-from attnres.parallel.plan import in_flight
+from attnres.parallel.pipeline import OPTIMIZER_FILE, spread
+from attnres.parallel.plan import in_flight, parameters
 from attnres.parallel.stage import BlockStore
 
 
@@ -112,7 +117,7 @@ BATCH = torch.randint(3, 97, (8, 7), generator=torch.Generator().manual_seed(0))
 
 
 def make_model(family="llama", block_size=3, num_hidden_layers=8, frozen=False, checkpointing=False, **fields):
-    of_base = {name: fields.pop(name) for name in ("tie_word_embeddings",) if name in fields}
+    of_base = {name: fields.pop(name) for name in ("tie_word_embeddings", "vocab_size") if name in fields}
     torch.manual_seed(0)
     base = tiny_base_config(family, num_hidden_layers=num_hidden_layers, **of_base)
     model = AttnResForCausalLM(AttnResConfig.from_base_config(base, block_size=block_size, **fields)).double().train()
@@ -155,12 +160,28 @@ def whole(tensor):
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def worst_gradient(pipeline, model) -> float:
-    """The largest difference from the gradients of the whole model, over all processes, relative to the tensor's."""
+def worst_gradient(pipeline, model, of_all=False) -> float:
+    """The largest difference from the gradients of the whole model, over all processes, relative to the tensor's.
+
+    Args:
+        of_all: relative to 1e-9 of the largest gradient of all, where that is more: a gradient that is nothing but
+            rounding errors, as of the bias of keys, is another one each time.
+    """
     expected, worst, seen = dict(model.named_parameters()), 0.0, set()
+    largest = max(p.grad.abs().max().item() for p in expected.values() if p.grad is not None) if of_all else 0.0
+
+    def relative(found, expected):
+        if found is None or expected is None:
+            assert found is None or not found.any(), "a gradient that the whole model has not"
+            assert expected is None or not expected.any(), "a gradient that is missing"
+            return 0.0
+        scale = max(expected.abs().max().item(), 1e-9 * largest, 1e-30)
+        return (found - expected).abs().max().item() / scale
+
     for stage in pipeline.stages:
         for name, parameter in stage.submod.model.named_parameters():
-            if "depth_queries" in name:
+            # Of one source there is nothing to mix: queries that a stage does not use have no gradient
+            if "depth_queries" in name and (parameter.grad is not None or not of_all):
                 rows = slice(stage.route.entry_site, stage.route.exit_site + stage.is_last)
                 worst = max(worst, relative(whole(parameter.grad)[rows], expected[name].grad[rows]))
                 others = torch.ones(len(parameter), dtype=torch.bool)
@@ -169,7 +190,8 @@ def worst_gradient(pipeline, model) -> float:
     for name, parameter in pipeline.named_parameters():
         seen.add(name)
         if "depth_queries" not in name and expected[name].requires_grad:
-            worst = max(worst, relative(whole(parameter.grad), expected[name].grad))
+            found = None if parameter.grad is None else whole(parameter.grad)
+            worst = max(worst, relative(found, expected[name].grad))
     gathered = [None] * dist.get_world_size()
     dist.all_gather_object(gathered, (worst, seen))
     assert set().union(*(names for _, names in gathered)) == {*expected}, "some parameters are of no stage"
@@ -270,6 +292,7 @@ def test_gradients_of_all_schedules(num_processes):
             ({"schedule": schedule, "microbatches": 8}, fields) for schedule in ("1F1B", "InterleavedZeroBubble")
         ]
     cases += [({"schedule": schedule}, {"checkpointing": True}) for schedule in ("1F1B", "Interleaved1F1B")]
+    cases += [({"schedule": schedule, "microbatches": 8}, {"checkpointing": True}) for schedule in SCHEDULES[2:]]
     if num_processes == 2:
         cases.append(({"schedule": "Interleaved1F1B", "layers_per_stage": [1] * 8, "stages_per_rank": 4}, {}))
         cases.append(({"schedule": "1F1B", "layers_per_stage": [7, 1]}, {}))
@@ -303,6 +326,18 @@ def _padded(rank):
     assert abs(loss - expected) < 1e-6 and worst_gradient(pipeline, model) < 1e-12
     norm = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.1)
     assert relative(pipeline.clip_grad_norm_(0.1), norm) < 1e-12 and worst_gradient(pipeline, model) < 1e-12
+
+
+def _packed(rank):
+    """Two documents in a row, told apart by their positions."""
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2]]).expand(8, 7)
+    model = make_model()
+    expected = model(BATCH, position_ids=positions, labels=BATCH, use_cache=False).loss
+    expected.backward()
+    pipeline = pipeline_of(model, schedule="Interleaved1F1B")
+    loss = pipeline.step(BATCH, BATCH, position_ids=positions)
+    assert abs(loss - expected) < 1e-6 and worst_gradient(pipeline, model) < 1e-12
+    assert abs(pipeline.step(BATCH, BATCH) - expected) > 1e-5
 
 
 def _layouts_of_a_run(rank, folder, models):
@@ -347,6 +382,7 @@ def _plans(rank):
         {"schedule": "1F1B"},
         {"schedule": "GPipe"},
         {"schedule": "Interleaved1F1B", "stages_per_rank": 2},
+        {"schedule": "LoopedBFS", "stages_per_rank": 2},
     ):
         layout = Layout(gpus=2, pp=2, microbatches=8, sequence_length=7, dtype="float32", **settings)
         planned = plan(config, layout)
@@ -416,6 +452,55 @@ def _divided_prefill(rank):
             padded = model(prompt, attention_mask=mask).logits[:, 2:]
             assert relative(padded, make_model(**fields).eval()(prompt, attention_mask=mask).logits[:, 2:]) < 1e-12
         model(prompt, labels=prompt).loss.backward()  # as before
+    # A copy has its own queries
+    copied = copy.deepcopy(model)
+    with torch.no_grad():
+        for tensor in copied.trunk.depth_queries.parameters():
+            tensor.zero_()
+        assert relative(copied(prompt).logits, model(prompt).logits) > 1e-3
+
+
+def _divided_families(rank, families):
+    for family in families:
+        model = model_of(family)
+        with torch.no_grad():
+            expected = model(BATCH, use_cache=False).logits
+            divide_block_cache(model)
+            if family == "opt":  # flattens its tokens
+                with pytest.raises(ValueError, match="should have handed on the residual stream"):
+                    model(BATCH, use_cache=False)
+                continue
+            assert relative(model(BATCH, use_cache=False).logits, expected) < 1e-9, family
+
+
+@pytest.mark.slow
+def test_divided_prefill_of_every_family():
+    in_processes(_divided_families, 2, SUPPORTED)
+
+
+def _tensor_parallel(rank, folder, families):
+    """Really divided by transformers' plan: as many numbers as planned, and with the block cache's tokens divided."""
+    for family in families:
+        whole_model = AutoModelForCausalLM.from_pretrained(f"{folder}/{family}", dtype=torch.float64)
+        config = DistributedConfig(tp_size=2)
+        model = AutoModelForCausalLM.from_pretrained(
+            f"{folder}/{family}", dtype=torch.float64, distributed_config=config
+        )
+        local = [p.to_local() if isinstance(p, DTensor) else p for p in model.parameters()]
+        if rank == 0:  # which has the odd row
+            assert sum(map(torch.numel, local)) == sum(parameters(model.config, tp=2)), family
+        with torch.no_grad():
+            expected = whole_model(BATCH, use_cache=False).logits
+            divide_block_cache(model)
+            assert relative(model(BATCH, use_cache=False).logits, expected) < 1e-12, family
+
+
+@pytest.mark.slow
+def test_tensor_parallelism(tmp_path):
+    families = ["llama", "gemma2", "olmo2", "phi3", "glm4"]
+    for family in families:
+        model_of(family).float().save_pretrained(tmp_path / family)
+    in_processes(_tensor_parallel, 2, str(tmp_path), families)
 
 
 def _errors(rank):
@@ -441,6 +526,26 @@ def _errors(rank):
     ):
         with pytest.raises(ValueError, match=message):
             pipeline.step(batch, labels)
+    # All processes have to have the same: otherwise one waits for another, or trains on what does not belong together
+    different = make_model()
+    with torch.no_grad():
+        different.get_output_embeddings().weight[0, 0] += rank * 1e-9
+    for wrong, settings, message in (
+        (different, {}, "different models: model of process 1 are others than those of process 0"),
+        (make_model(block_size=2 + rank), {}, "different models"),
+        (make_model(), {"microbatches": 4 + 4 * rank}, "settings of process 1"),
+        (make_model(frozen=rank == 1), {}, "requires_grad of process 1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            pipeline_of(wrong, **settings)
+    for batch, labels, kwargs in (
+        (BATCH.roll(rank, 1), BATCH, {}),
+        (BATCH, BATCH.roll(rank, 0), {}),
+        (BATCH, BATCH, {"attention_mask": torch.ones_like(BATCH) if rank else None}),
+        (BATCH, BATCH, {"num_items": 8 + rank}),
+    ):
+        with pytest.raises(ValueError, match="were given different batches"):
+            pipeline.step(batch, labels, **kwargs)
     with pytest.raises(FileNotFoundError, match="saved without its optimizer"):
         pipeline.load_optimizer("/nowhere", torch.optim.SGD(pipeline.parameters(), lr=1.0))
 
@@ -448,6 +553,7 @@ def _errors(rank):
 def _several(rank, folder):
     _gradients(rank, FIRST_CASES)
     _padded(rank)
+    _packed(rank)
     _layouts_of_a_run(rank, folder, [{"family": "qwen3", "tie_word_embeddings": True}])
     _plans(rank)
     _divided_prefill(rank)
@@ -461,9 +567,129 @@ def test_training_over_two_processes(tmp_path):
 
 @pytest.fixture
 def one_process():
+    torch.set_default_dtype(torch.float64)  # as in several
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     yield
     dist.destroy_process_group()
+    torch.set_default_dtype(torch.float32)
+
+
+SUPPORTED = list(json.loads(RECORD.read_text())["supported"])
+# What their layers are given besides the stream, or what else is between the embedding and them
+NOT_IN_SLICES = {
+    "cpmant": "`attention_mask`",
+    "gemma4_text": "`per_layer_input`",
+    "gemma4_unified_text": "`shared_kv_states`",
+    "glm_moe_dsa": "`prev_topk_indices`",
+    "hy_v4": "`prev_topk_indices`",
+    "opt": "its embedding has 16 features, and its residual stream 32",
+    "zamba": "`original_hidden_states`",
+    "zamba2": "`original_hidden_states`",
+}
+
+
+def model_of(family):
+    """Without dropout, which every stage would draw for itself."""
+    torch.manual_seed(0)
+    model = AttnResForCausalLM(AttnResConfig.from_base_config(decoder_config(family), block_size=3)).double().eval()
+    if model._can_set_experts_implementation():
+        model.set_experts_implementation("eager")
+    for tensor in model.trunk.depth_queries.zeros_at_first():
+        torch.nn.init.normal_(tensor, std=0.3)
+    return model
+
+
+# The others differ in what comes in front of the layers or behind them, and in what layers return
+DIFFERENT = (
+    "bloom",
+    "nanochat",
+    "beam",
+    "gptj",
+    "nemotron_h",
+    "ctrl",
+    "megatron-bert",
+    "zamba2",
+    "opt",
+    "glm_moe_dsa",
+)
+
+
+@pytest.mark.parametrize(
+    "family", [pytest.param(name, marks=() if name in DIFFERENT else pytest.mark.slow) for name in SUPPORTED]
+)
+def test_every_family(one_process, family):
+    """Right or refused, in slices by hand and as a pipeline of up to four stages."""
+    model = model_of(family)
+    num_stages = min(4, len(model.config.sublayers_per_layer()))
+    settings = {"schedule": "Interleaved1F1B", "stages_per_rank": num_stages}
+    if family in NOT_IN_SLICES:
+        for divide in (lambda: model.trunk.keep_layers(0, 1), lambda: pipeline_of(model, **settings)):
+            with pytest.raises(ValueError, match=f"cannot be divided into slices: .*{NOT_IN_SLICES[family]}"):
+                divide()
+        return
+    pipeline = pipeline_of(model, **settings)
+    with torch.no_grad():
+        # Some of a base's own code is in fp32: 5e-7 at most
+        expected, stream = model.trunk(BATCH, use_cache=False).last_hidden_state, None
+        ends = [0, *itertools.accumulate(pipeline.layers_per_stage)]
+        for start, end in zip(ends, ends[1:]):
+            part = copy.deepcopy(model.trunk)
+            part.keep_layers(start, end)
+            stream = part(**{"inputs_embeds": stream} if start else {"input_ids": BATCH}, use_cache=False)[0]
+        assert relative(stream, expected) < 2e-6
+    model(BATCH, labels=BATCH, use_cache=False).loss.backward()
+    pipeline.step(BATCH, BATCH)
+    assert worst_gradient(pipeline, model, of_all=True) < 2e-6
+
+
+def test_models_that_are_no_pipeline(one_process):
+    with pytest.raises(ValueError, match="without adapters, not of a PeftModel"):
+        pipeline_of(get_peft_model(make_model(), LoraConfig(target_modules=["q_proj"])))
+    with_adapter = make_model()
+    with_adapter.add_adapter(LoraConfig(target_modules=["q_proj"]))
+    with pytest.raises(ValueError, match="with adapters. An adapter can be merged first"):
+        pipeline_of(with_adapter)
+    head = AttnResForSequenceClassification(make_model().config)
+    with pytest.raises(ValueError, match="not of a AttnResForSequenceClassification"):
+        pipeline_of(head)
+    with pytest.raises(ValueError, match="not of a LlamaForCausalLM"):
+        pipeline_of(AutoModelForCausalLM.from_config(tiny_base_config("llama")))
+
+
+def test_files_of_a_run(one_process, tmp_path):
+    """What is there already is replaced by what is written beside it; an optimizer's file has to fit."""
+    model = make_model()
+    pipeline = pipeline_of(model, schedule="Interleaved1F1B")
+    optimizer = torch.optim.AdamW(pipeline.parameters())
+    pipeline.step(BATCH, BATCH)
+    optimizer.step()
+    (tmp_path / "run").mkdir()
+    for name in ("model-00001-of-00002.safetensors", "notes.txt"):
+        (tmp_path / "run" / name).write_text("of an earlier run")
+    pipeline.save_pretrained(tmp_path / "run", optimizer)
+    files = {path.name for path in (tmp_path / "run").iterdir()}
+    assert files == {"config.json", "generation_config.json", "model.safetensors", OPTIMIZER_FILE, "notes.txt"}
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
+    for other, message in (
+        (make_model("qwen3"), None),
+        (make_model("qwen3_moe"), "has no parameter"),
+        (None, "has the shape"),
+    ):
+        if other is None:
+            other = make_model(num_hidden_layers=8, vocab_size=55)
+        of_other = pipeline_of(other, schedule="Interleaved1F1B")
+        empty = torch.optim.AdamW(of_other.parameters())
+        if message is None:  # it has all that llama has
+            of_other.load_optimizer(tmp_path / "run", empty)
+        else:
+            with pytest.raises(ValueError, match=f"is of another model: .*{message}"):
+                of_other.load_optimizer(tmp_path / "run", empty)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr("attnres.parallel.pipeline.save_file", None)
+        with pytest.raises(TypeError):
+            pipeline.save_pretrained(tmp_path / "run", optimizer)
+    assert {path.name for path in (tmp_path / "run").iterdir()} == files
+    assert [path.name for path in tmp_path.iterdir()] == ["run"]
 
 
 def test_bfloat16(one_process):
