@@ -22,7 +22,6 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
 from .depth_stream import DepthRecorder, DepthStream
@@ -160,6 +159,19 @@ class FirstOfAll(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
+class DrawnOnce(TorchDispatchMode):
+    """Initial values without numbers are never out of bounds, so that none is drawn again.
+
+    In place of transformers' `no_init_weights`, which holds for all threads: a model that another one makes meanwhile
+    would be left without its initial values.
+    """
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if function is torch.ops.aten.any.default:
+            return torch.tensor(False)
+        return function(*args, **(kwargs or {}))
+
+
 class MadeOf(TorchDispatchMode):
     """Knows which tensors are made of a first one. What has only its shape is not.
 
@@ -227,8 +239,9 @@ def run_probe(base_config: PreTrainedConfig) -> Probe:
     step = "no model can be made of its config"
     try:
         # Whatever is on around it: weights may be being loaded, or a model run
-        with torch.device("cpu"), fake, no_init_weights(), torch.inference_mode(False), torch.no_grad():
-            model = MODEL_MAPPING[type(base_config)](base_config).eval()
+        with torch.device("cpu"), fake, torch.inference_mode(False), torch.no_grad():
+            with DrawnOnce():
+                model = MODEL_MAPPING[type(base_config)](base_config).eval()
             if hasattr(model, "encoder") and hasattr(model, "decoder"):
                 raise RefusedBase(base_config, "it has an encoder beside its decoder")
             probe = Probe(layers=list(decoder_layers(model)), config=base_config)

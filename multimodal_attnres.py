@@ -13,7 +13,6 @@ from typing import Any
 import torch
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.initialization import no_init_weights
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
@@ -71,7 +70,7 @@ class AttnResMultimodalConfig(PreTrainedConfig):
         config.__class__ = config_class
         config.base_model_type, config.text_config = base_config.model_type, text_config
         config.architectures = [AttnResForConditionalGeneration.__name__]
-        with torch.device("meta"), no_init_weights():
+        with torch.device("meta"):
             AttnResForConditionalGeneration(config)  # which says what stands against it
         return config
 
@@ -131,15 +130,21 @@ class AttnResForConditionalGeneration(AttnResPreTrainedModel, AttnResGenerationM
         # Of some bases the code names the class of the language model, of most it is an `AttnResModel` already
         innermost = [module for module in self.get_decoder().modules() if isinstance(module, PreTrainedModel)][-1]
         decoder = next((module for module in self.modules() if isinstance(module, AttnResModel)), innermost)
-        reason = None
         if not isinstance(decoder.config, AttnResConfig):
-            reason = f"its {type(decoder).__name__} is not made of its `text_config`"
-        elif any(name.startswith("deepstack") for name in inspect.signature(decoder.forward).parameters):
-            reason = "its language model adds features of the images to the residual stream, between the layers"
-        if reason is not None:
-            raise ValueError(f"`base_model_type={self.config.base_model_type!r}` is not supported: {reason}.")
+            raise self._unsupported(f"its {type(decoder).__name__} is not made of its `text_config`")
+        if any(name.startswith("deepstack") for name in inspect.signature(decoder.forward).parameters):
+            raise self._unsupported(
+                "its language model adds features of the images to the residual stream, between the layers"
+            )
         self.trunk_name = next(name for name, module in self.named_modules() if module is decoder)
-        super().post_init()
+        try:
+            super().post_init()
+        except AttributeError as error:  # weights that it ties are not there
+            name = decoder.config.base_model_type
+            raise self._unsupported(f"its language model, {name!r}, is another than its own ({error})") from error
+
+    def _unsupported(self, reason: str) -> ValueError:
+        return ValueError(f"`base_model_type={self.config.base_model_type!r}` is not supported: {reason}.")
 
     @property
     def trunk(self) -> PreTrainedModel:

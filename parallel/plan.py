@@ -10,12 +10,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
-from transformers.initialization import no_init_weights
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnres.configuration_attnres import AttnResConfig
 from attnres.depth_pipeline import num_sources
-from attnres.depth_probe import FirstOfAll, decoder_layers, probe_slices
+from attnres.depth_probe import DrawnOnce, FirstOfAll, decoder_layers, probe_slices
 from attnres.families import read_decoder_config
 from attnres.modeling_attnres import AttnResDepthQueries, AttnResForCausalLM, DepthReader
 
@@ -171,10 +170,8 @@ ALL_ATTENTION_FUNCTIONS.register("attnres_plan", _attend)
 
 def empty_model(config: AttnResConfig, dtype: torch.dtype) -> AttnResForCausalLM:
     """A model without memory for its weights, to be used in a `FakeTensorMode`."""
-    with no_init_weights():  # which does not tie weights either
-        model = AttnResForCausalLM._from_config(config, dtype=dtype)
-    model.tie_weights()
-    return model
+    with DrawnOnce():
+        return AttnResForCausalLM._from_config(config, dtype=dtype)
 
 
 def fake_mode() -> FakeTensorMode:

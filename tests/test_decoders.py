@@ -16,7 +16,6 @@ from huggingface_hub.errors import StrictDataclassError
 from tiny_models import FAMILIES, mostly_slow
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
-from transformers.initialization import no_init_weights
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attnres import AttnResConfig
@@ -59,7 +58,7 @@ def test_every_tensor_of_the_real_size(model_type):
     """
     base_config = AutoConfig.for_model(model_type)
     config = AttnResConfig.from_base_config(base_config, num_blocks=8, attn_res_scale_norm_eps=True)
-    with torch.device("meta"), no_init_weights():
+    with torch.device("meta"):
         base, model = (AutoModelForCausalLM.from_config(c) for c in (base_config, config))
     expected = {name: tensor.shape for name, tensor in base.state_dict().items()}
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}

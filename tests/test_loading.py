@@ -165,14 +165,21 @@ def test_bases_do_not_touch_each_other(input_ids, tmp_path):
 
 CONCURRENT_LOADS = """
 import sys, threading
+import torch
 from transformers import AutoModelForCausalLM
 import attnres
+
+input_ids = torch.arange(2, 26).reshape(2, 12)
+
+@torch.no_grad()
+def results(model):
+    return model(input_ids).logits, model.generate(input_ids, max_new_tokens=4, do_sample=False)
 
 def load(folder):
     for _ in range(3):
         model, info = AutoModelForCausalLM.from_pretrained(folder, output_loading_info=True)
         assert not info["missing_keys"] and not info["unexpected_keys"], info
-        loaded.append((folder, model))
+        loaded.append((folder, model, results(model)))
 
 loaded = []
 threads = [threading.Thread(target=load, args=(folder,)) for folder in sys.argv[1:]]
@@ -180,9 +187,11 @@ for thread in threads:
     thread.start()
 for thread in threads:
     thread.join()
-for folder, model in loaded:
-    expected = AutoModelForCausalLM.from_pretrained(folder).state_dict()
-    assert all(tensor.equal(expected[name]) for name, tensor in model.state_dict().items())
+for folder, model, found in loaded:
+    expected = AutoModelForCausalLM.from_pretrained(folder)
+    of_expected = expected.state_dict()
+    assert all(tensor.equal(of_expected[name]) for name, tensor in model.state_dict().items())
+    assert all(map(torch.equal, found, results(expected)))
 print(len(loaded))
 """
 
@@ -192,7 +201,7 @@ def test_concurrent_loads(tmp_path):
     """In a process of its own: loads in threads may leave `PreTrainedModel.tie_weights` of transformers patched."""
     folders = [tmp_path / family for family in ("qwen3_moe", "mixtral", "qwen3")]
     for folder in folders:
-        convert(tiny_base_model(folder.name), 3).save_pretrained(folder)
+        randomize_queries(convert(tiny_base_model(folder.name), 3)).save_pretrained(folder)
     assert run_python(CONCURRENT_LOADS, *folders).strip() == "9"
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from rounding import UpToRounding
 from tiny_models import convert, randomize_queries, reference_hidden_states, tiny_base_config, tiny_base_model
-from transformers import DynamicCache
+from transformers import DynamicCache, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from attnres import AttnResConfig, AttnResForCausalLM
@@ -191,35 +191,50 @@ def test_copies_are_models_of_their_own(how, input_ids):
         assert definition.ratios(copied.model(input_ids).last_hidden_state)["result"] < 100
 
 
-def test_threads_and_two_bases(input_ids, tmp_path):
-    """Loads, forward passes and generations of different bases at the same time."""
+def test_several_bases_in_threads(input_ids):
+    """Forward passes and generations at the same time. Loads: `test_concurrent_loads`, in a process of its own."""
     families = ["llama", "qwen3_moe", "mixtral", "granite"]
-    expected, actual, errors = {}, {}, []
-    for family in families:
-        model = randomize_queries(convert(tiny_base_model(family), 3))
-        model.save_pretrained(tmp_path / family)
+    models = {family: randomize_queries(convert(tiny_base_model(family), 3)) for family in families}
+    actual = {}
+
+    def results(model):
         with torch.no_grad():
-            expected[family] = model(input_ids).logits, model.generate(input_ids, max_new_tokens=4, do_sample=False)
+            return model(input_ids).logits, model.generate(input_ids, max_new_tokens=4, do_sample=False)
 
     def work(family, name):
-        try:
-            for _ in range(3):
-                model, info = AttnResForCausalLM.from_pretrained(tmp_path / family, output_loading_info=True)
-                assert not info["missing_keys"] and not info["unexpected_keys"]
-                with torch.no_grad():
-                    tokens = model.generate(input_ids, max_new_tokens=4, do_sample=False)
-                    actual[family, name] = model(input_ids).logits, tokens
-        except Exception as error:
-            errors.append((family, error))
+        for _ in range(3):
+            actual[family, name] = results(models[family])
 
+    expected = {family: results(model) for family, model in models.items()}
     threads = [threading.Thread(target=work, args=(family, name)) for family in families for name in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert not errors
-    for (family, _), results in actual.items():
-        assert all(map(torch.equal, results, expected[family])), family
+    assert len(actual) == 8
+    for (family, _), found in actual.items():
+        assert all(map(torch.equal, found, expected[family])), family
+
+
+def test_a_model_made_while_another_thread_makes_a_config():
+    """The run without weights is of its own thread: what another one makes has its initial values and ties."""
+    config = tiny_base_config("llama", tie_word_embeddings=True, initializer_range=0.02)
+    done = threading.Event()
+
+    def make_configs():
+        while not done.is_set():
+            AttnResConfig.from_base_config(config, block_size=3)
+
+    thread = threading.Thread(target=make_configs)
+    thread.start()
+    try:
+        for _ in range(60):
+            model = LlamaForCausalLM(config)
+            assert model.lm_head.weight is model.model.embed_tokens.weight
+            assert all(0.015 < layer.mlp.up_proj.weight.std() < 0.025 for layer in model.model.layers)
+    finally:
+        done.set()
+        thread.join()
 
 
 def test_one_model_in_several_threads(input_ids):
