@@ -7,7 +7,7 @@ The commands themselves are in `cli_convert.py`, in `cli_measure.py` and below; 
 import enum
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NoReturn
 
 import typer
 from rich.console import Console
@@ -181,11 +181,30 @@ def finetune(
         if show_batch:
             _show_batch(config, fields)
         else:
-            _finetune(config, fields, as_json)
+            _train("finetune", config, fields, as_json)
     except KeyboardInterrupt:
-        again = "" if show_batch else " Run the same command again, and it goes on."
-        Console(stderr=True).print(f"\nInterrupted.{again}", highlight=False, soft_wrap=True)  # below a progress bar
-        raise InterruptedRun(130) from None
+        _say_interrupted("" if show_batch else " Run the same command again, and it goes on.")
+
+
+def pretrain(
+    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Fields of the run; see training/configs.")],
+    fields: Annotated[
+        list[str] | None, typer.Argument(metavar="FIELD=VALUE...", help="In place of those of the file.")
+    ] = None,
+    as_json: Annotated[
+        bool, json_option("trainable_parameters, query_learning_rate, losses, explanation, wrote")
+    ] = False,
+):
+    """Train a model from scratch, or further on, also over the stages of a pipeline. Run again, it resumes."""
+    try:
+        _train("pretrain", config, fields, as_json)
+    except KeyboardInterrupt:
+        _say_interrupted(" Run the same command again, and it goes on.")
+
+
+def _say_interrupted(again: str) -> NoReturn:
+    Console(stderr=True).print(f"\nInterrupted.{again}", highlight=False, soft_wrap=True)  # below a progress bar
+    raise InterruptedRun(130) from None
 
 
 def _overrides(fields: list[str] | None) -> dict[str, Any]:
@@ -216,12 +235,12 @@ def _show_batch(config: Path, fields: list[str] | None):
         console.print(batch, soft_wrap=True)
 
 
-def _finetune(config: Path, fields: list[str] | None, as_json: bool):
+def _train(kind: str, config: Path, fields: list[str] | None, as_json: bool):
     overrides = _overrides(fields)
     with only_json_on_stdout(as_json):
         from . import training
 
-        result = training.finetune(config, overrides)
+        result = getattr(training, kind)(config, overrides)
     if not _is_first_process():
         return
     wrote = (result.folder, *result.files)
@@ -325,6 +344,7 @@ COMMANDS: dict[str, dict[Callable, str]] = {
         export: "attnres export attnres-model fla-model --to fla",
     },
     "Train": {
+        pretrain: "attnres pretrain pretrain.yaml max_steps=1000 output_dir=pretrained",
         finetune: "attnres finetune run.yaml max_steps=100 output_dir=run",
     },
     "Measure": {

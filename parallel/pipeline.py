@@ -137,7 +137,7 @@ class AttnResPipeline:
         settings = schedule, microbatches, self.layers_per_stage, batch_size, sequence_length, cache, str(dtype)
         check_agreement(model, settings, group)
         self.is_tied = self.config.tie_word_embeddings and num_stages > 1
-        self.store, self.num_items = BlockStore(), 1
+        self.store, self.num_items = BlockStore(), 1.0
         self.skeleton = _without_weights(model)
         self.stages: list[AttnResStage] = []
         self.shape = batch_size, sequence_length
@@ -215,7 +215,7 @@ class AttnResPipeline:
         )
 
     def step(
-        self, input_ids: torch.Tensor, labels: torch.Tensor, *, num_items: int | None = None, **kwargs
+        self, input_ids: torch.Tensor, labels: torch.Tensor, *, num_items: float | None = None, **kwargs
     ) -> torch.Tensor:
         """Gradients of the mean loss of a batch, added to those of the parameters.
 
@@ -231,28 +231,11 @@ class AttnResPipeline:
         Raises:
             ValueError: for a batch of another shape, one without labels, or one that is another in another process.
         """
-        for name, tensor in (("input_ids", input_ids), ("labels", labels)):
-            if tensor.shape != self.shape:
-                raise ValueError(f"`{name}` is {tuple(tensor.shape)}, and the pipeline was made for {self.shape}.")
-        self.num_items = int((labels[:, 1:] != -100).sum()) if num_items is None else num_items
-        if self.num_items < 1:
-            raise ValueError("The batch has no labels: all are -100, or the first of a sample.")
-        self._check_batch({"input_ids": input_ids, "labels": labels, "num_items": num_items, **kwargs})
-        self.store.blocks.clear()  # of a step that has failed
-        self.store.grads.clear()
-        for stage in self.stages:
-            stage.submod.forget_queries()
+        self._begin(input_ids, labels, num_items, kwargs)
         earlier = [(weight, weight.grad) for weight in self._tied()] if self.is_tied else []
         for weight, _ in earlier:
             weight.grad = None
-        losses: list[torch.Tensor] = []
-        numbers = [stage.stage_index for stage in self.stages]
-        self.schedule.step(
-            *((input_ids.to(self.device),) if 0 in numbers else ()),
-            target=labels.to(self.device) if len(self.ranks) - 1 in numbers else None,
-            losses=losses,
-            **{name: value.to(self.device) if torch.is_tensor(value) else value for name, value in kwargs.items()},
-        )
+        losses = self._run(self.schedule.step, input_ids, labels, kwargs)
         if self.store.blocks or self.store.grads:
             raise RuntimeError(
                 "Blocks or gradients were left over after a step:"
@@ -264,6 +247,55 @@ class AttnResPipeline:
         for weight, grad in earlier:
             if grad is not None:
                 weight.grad = grad if weight.grad is None else grad + weight.grad
+        return self._sum(losses)
+
+    @torch.no_grad()
+    def evaluate(
+        self, input_ids: torch.Tensor, labels: torch.Tensor, *, num_items: float | None = None, **kwargs
+    ) -> torch.Tensor:
+        """The mean loss of a batch, without gradients; arguments, result and errors as of `step`.
+
+        Dropout is off meanwhile.
+        """
+        self._begin(input_ids, labels, num_items, kwargs)
+        modes = [stage.submod.training for stage in self.stages]
+        try:
+            for stage in self.stages:
+                stage.submod.eval()
+            return self._sum(self._run(self.schedule.eval, input_ids, labels, kwargs))
+        finally:
+            for stage, mode in zip(self.stages, modes):
+                stage.submod.train(mode)
+
+    def _begin(self, input_ids: torch.Tensor, labels: torch.Tensor, num_items: float | None, kwargs: dict[str, Any]):
+        """Check a batch, and forget what is left of the one before."""
+        for name, tensor in (("input_ids", input_ids), ("labels", labels)):
+            if tensor.shape != self.shape:
+                raise ValueError(f"`{name}` is {tuple(tensor.shape)}, and the pipeline was made for {self.shape}.")
+        self.num_items = int((labels[:, 1:] != -100).sum()) if num_items is None else num_items
+        if self.num_items <= 0:
+            raise ValueError("The batch has no labels: all are -100, or the first of a sample.")
+        self._check_batch({"input_ids": input_ids, "labels": labels, "num_items": num_items, **kwargs})
+        self.store.blocks.clear()  # of a step that has failed
+        self.store.grads.clear()
+        for stage in self.stages:
+            stage.submod.forget_queries()
+
+    def _run(
+        self, schedule: Callable, input_ids: torch.Tensor, labels: torch.Tensor, kwargs: dict[str, Any]
+    ) -> list[torch.Tensor]:
+        """The losses of the microbatches, in the process of the last stage."""
+        losses: list[torch.Tensor] = []
+        numbers = [stage.stage_index for stage in self.stages]
+        schedule(
+            *((input_ids.to(self.device),) if 0 in numbers else ()),
+            target=labels.to(self.device) if len(self.ranks) - 1 in numbers else None,
+            losses=losses,
+            **{name: value.to(self.device) if torch.is_tensor(value) else value for name, value in kwargs.items()},
+        )
+        return losses
+
+    def _sum(self, losses: list[torch.Tensor]) -> torch.Tensor:
         loss = torch.stack(losses).sum() if losses else torch.zeros((), device=self.device)
         # The dtype of the last stage's
         loss = loss.detach().to(torch.float64)
@@ -334,11 +366,12 @@ class AttnResPipeline:
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
         """Scale the gradients of all stages so that their norm, which is returned, is at most `max_norm`."""
         counted = [p.grad for _, p in self.named_parameters(copies=False) if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(counted) if counted else torch.zeros((), device=self.device)
-        square = _whole(norm).to(torch.float64).square()
+        norms = [_whole(torch.nn.utils.get_total_norm(grads)) for grads in _by_mesh(counted)]
+        square = torch.stack([torch.zeros((), device=self.device), *norms]).to(torch.float64).square().sum()
         dist.all_reduce(square, group=self.group)
-        parameters = [p for p in self.parameters() if p.grad is not None]
-        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, square.sqrt().to(norm.dtype))
+        norm = square.sqrt().to(norms[0].dtype if norms else torch.float64)
+        for parameters in _by_mesh([p for p in self.parameters() if p.grad is not None]):
+            torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
         return square.sqrt()
 
     # Parameters
@@ -519,6 +552,14 @@ def _without_weights(model: AttnResForCausalLM) -> AttnResForCausalLM:
 
 def _whole(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
+    """Tensors that are divided over one mesh, or over none, together: others cannot be in one call of torch."""
+    groups: dict[Any, list[torch.Tensor]] = {}
+    for tensor in tensors:
+        groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
+    return list(groups.values())
 
 
 def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:

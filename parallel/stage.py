@@ -186,6 +186,15 @@ class AttnResStage(PipelineStage):
             changed[place] = self.store.withdraw((self._microbatch, block), changed[place])
         return tuple(None if grad is None else grad.contiguous() for grad in changed), groups
 
+    # CODEPATH: in an evaluation there are no gradients, and torch raises where it would pass one to a stage next to it
+
+    def get_local_bwd_output(self, mb_index):
+        return super().get_local_bwd_output(mb_index) if self.has_backward else ()
+
+    def set_local_bwd_input(self, next_stage_bwd_outputs, mb_index: int):
+        if self.has_backward:
+            super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
+
     def perform_reduce_grad(self, grad_scale_factor: int):
         # Behind the last microbatch: what is left of the way to the queries
         with_grads = [pair for pair in zip(self.submod.folded, self._query_grads) if pair[1] is not None]

@@ -1,14 +1,15 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""What a fine-tuning run is made of: one flat YAML file of our fields and those of `TrainingArguments`."""
+"""What a run is made of: one flat YAML file of our fields and those of `TrainingArguments`."""
 
 import dataclasses
 import difflib
 import math
 import typing
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import yaml
@@ -22,6 +23,7 @@ from .adapters import lora_config, queries_config
 from .trainer import AttnResTrainingArguments
 
 
+Arguments = TypeVar("Arguments")
 MODES = ("queries", "lora", "full")
 KIND_NAMES: dict[type, str] = {
     **{bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"},
@@ -32,7 +34,8 @@ POSITIVE = {
     *("per_device_train_batch_size", "per_device_eval_batch_size", "gradient_accumulation_steps", "num_train_epochs"),
     *("logging_steps", "eval_steps", "save_steps", "save_total_limit", "eval_accumulation_steps", "adam_epsilon"),
     *("lora_rank", "lora_alpha", "early_stopping_patience", "fsdp_size", "neftune_noise_alpha", "ddp_bucket_cap_mb"),
-    *("dataloader_prefetch_factor", "torch_empty_cache_steps", "ddp_timeout"),
+    *("dataloader_prefetch_factor", "torch_empty_cache_steps", "ddp_timeout", "muon_learning_rate"),
+    *("eval_documents", "pp_size", "tp_size", "stages_per_rank"),
 }
 NOT_NEGATIVE = {
     *("learning_rate", "query_learning_rate", "weight_decay", "query_weight_decay", "warmup_steps", "max_grad_norm"),
@@ -102,8 +105,16 @@ class FinetuneArguments:
     fsdp_size: int | None = None
 
 
-def read_config(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> dict[str, Any]:
+def read_config(
+    config: str | Path | dict[str, Any],
+    overrides: dict[str, Any] | None = None,
+    of_run: type = FinetuneArguments,
+    required: Sequence[str] = ("model", "dataset", "output_dir"),
+) -> dict[str, Any]:
     """The fields of a run, from a YAML file or a dict.
+
+    Args:
+        of_run: the dataclass with the fields that are not transformers'.
 
     Raises:
         ValueError: for a field that does not exist, or a value of another kind.
@@ -119,20 +130,15 @@ def read_config(config: str | Path | dict[str, Any], overrides: dict[str, Any] |
         if not isinstance(config, dict):
             raise ValueError(f"`{path}` is not a list of `field: value`.")
     config = {**config, **(overrides or {})}
-    kinds = {
-        **typing.get_type_hints(AttnResTrainingArguments),
-        **typing.get_type_hints(FinetuneArguments),
-    }
-    known = {
-        f.name for cls in (AttnResTrainingArguments, FinetuneArguments) for f in dataclasses.fields(cls) if f.init
-    }
+    kinds = {**typing.get_type_hints(AttnResTrainingArguments), **typing.get_type_hints(of_run)}
+    known = {f.name for cls in (AttnResTrainingArguments, of_run) for f in dataclasses.fields(cls) if f.init}
     for name in config:
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise ValueError(f"There is no field `{name}`" + (f"; is it `{close[0]}`?" if close else "."))
         if name in WITHOUT_EFFECT:
             raise ValueError(f"`{name}` has no effect here: {WITHOUT_EFFECT[name]}.")
-    for name in ("model", "dataset", "output_dir"):
+    for name in required:
         if not config.get(name):
             raise ValueError(f"`{name}` is missing.")
     return {name: _converted(name, value, kinds[name]) for name, value in config.items()}
@@ -183,16 +189,30 @@ def _check_range(name: str, value: Any):
 
 def split_config(config: dict[str, Any]) -> tuple[FinetuneArguments, AttnResTrainingArguments]:
     """Both halves of a configuration; `output_dir` is in both."""
-    names = {f.name for f in dataclasses.fields(FinetuneArguments)}
-    ours = FinetuneArguments(**{name: value for name, value in config.items() if name in names})
-    theirs = {name: value for name, value in config.items() if name not in names}
-    theirs = {"output_dir": ours.output_dir, "eval_strategy": "steps", "eval_on_start": True, **theirs}
+    ours = of_fields(FinetuneArguments, config)
+    defaults = {"eval_strategy": "steps", "eval_on_start": True}
     # Early stopping goes on counting where it was
-    theirs = {"restore_callback_states_from_checkpoint": True, **theirs}
+    defaults |= {"restore_callback_states_from_checkpoint": True}
     if ours.early_stopping_patience is not None:
-        theirs = {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss", **theirs}
+        defaults |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+    return ours, training_arguments(config, FinetuneArguments, defaults)
+
+
+def of_fields(of_run: type[Arguments], config: dict[str, Any]) -> Arguments:
+    names = {f.name for f in dataclasses.fields(of_run)}  # type: ignore[arg-type]
+    return of_run(**{name: value for name, value in config.items() if name in names})
+
+
+def training_arguments(config: dict[str, Any], of_run: type, defaults: dict[str, Any]) -> AttnResTrainingArguments:
+    """transformers' half of a configuration.
+
+    Raises:
+        ValueError: for fields that it does not take.
+    """
+    names = {f.name for f in dataclasses.fields(of_run)} - {"output_dir"}
+    theirs = {**defaults, **{name: value for name, value in config.items() if name not in names}}
     try:
-        return ours, AttnResTrainingArguments(**theirs)
+        return AttnResTrainingArguments(**theirs)
     except Exception as error:  # of many kinds, and the way out is the same
         message = " ".join(str(error).split())
         raise ValueError(f"transformers' `TrainingArguments` do not take these fields: {message}") from error
@@ -221,6 +241,8 @@ def check_run(arguments: FinetuneArguments, training: AttnResTrainingArguments, 
         raise ValueError("`load_in_4bit: true` needs `mode: lora` or `mode: queries`: 4-bit weights are not trained.")
     if arguments.fsdp_size is not None and arguments.mode != "full":
         raise ValueError(f"`fsdp_size: {arguments.fsdp_size}` needs `mode: full`; adapters train with plain DDP.")
+    if training.muon_learning_rate is not None and arguments.mode != "full":
+        raise ValueError(f"`muon_learning_rate: {training.muon_learning_rate}` needs `mode: full`.")
     if arguments.packing and (reason := cannot_pack(model_config)) is not None:
         raise ValueError(f"`packing: true` is not possible here: {reason}. Set `packing: false`.")
     dtype = arguments.dtype or "auto"

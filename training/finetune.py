@@ -6,6 +6,7 @@ import functools
 import json
 import shutil
 import tempfile
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -123,7 +124,9 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
         write_file(output / "history.json", json.dumps(trainer.state.log_history, indent=1))
         histories = {arguments.mode: trainer.state.log_history}
         plot_curves(histories, output / "loss", title=f"Fine-tuning {Path(arguments.model).name}")
-    final = save_final(trainer, run, output)  # at last: it says that the run is finished
+    final = save_final(
+        trainer, output, functools.partial(write_card, trainer, run)
+    )  # at last: it says that the run is finished
     explanation = trainer.explain_losses() or trainer.explain_queries()
     rate = None if trainer.initial_queries is None else trainer.query_learning_rate
     return FinetuneResult(final, trainer.state.log_history, trainable, explanation, files, rate)
@@ -163,7 +166,7 @@ def prepare(config: dict[str, Any], may_pack: bool = True) -> Run:
     arguments, training = split_config(config)
     model_config = read_model_config(arguments)
     check_run(arguments, training, model_config)
-    check_output(Path(arguments.output_dir), config)
+    check_output(Path(arguments.output_dir), config, "finetune.yaml")
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.revision)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -231,21 +234,21 @@ def first_batch(run: Run) -> dict[str, torch.Tensor]:
             raise ValueError(f"transformers' Trainer does not take these fields: {message}") from error
 
 
-def check_output(output: Path, config: dict[str, Any]):
-    """Raise a `ValueError` if something else is there than an unfinished run with the same fields."""
+def check_output(output: Path, config: dict[str, Any], file: str):
+    """Raise a `ValueError` if something else is there than an unfinished run with the same fields, kept in a file."""
     if output.is_file():
         raise ValueError(f"`output_dir: {output}` is a file.")
     if (output / "final").exists():
         raise ValueError(f"`output_dir: {output}` holds a finished run: name another folder, or delete it.")
-    if (output / "finetune.yaml").exists():
-        before = yaml.safe_load((output / "finetune.yaml").read_text(encoding="utf-8"))
+    if (output / file).exists():
+        before = yaml.safe_load((output / file).read_text(encoding="utf-8"))
         differing = sorted(name for name in {*before, *config} if before.get(name) != config.get(name))
         if differing:
             raise ValueError(
                 f"`output_dir: {output}` holds an unfinished run with another `{differing[0]}`:"
                 f" {before.get(differing[0])}, not {config.get(differing[0])}. Name another folder, or delete it."
             )
-    elif output.is_dir() and any(path.name != ".finetune.yaml.unfinished" for path in output.iterdir()):
+    elif output.is_dir() and any(path.name != f".{file}.unfinished" for path in output.iterdir()):
         raise ValueError(f"`output_dir: {output}` is not empty: name another folder.")
 
 
@@ -339,7 +342,7 @@ def last_whole_checkpoint(output: Path, num_processes: int) -> str | None:
     return None
 
 
-def save_final(trainer: AttnResTrainer, run: Run, output: Path) -> Path:
+def save_final(trainer: AttnResTrainer, output: Path, write_card: Callable[[Path], None]) -> Path:
     """Write the model or adapter beside, then rename."""
     final, unfinished = output / "final", output / ".final.unfinished"
     main = trainer.is_world_process_zero()
@@ -349,8 +352,8 @@ def save_final(trainer: AttnResTrainer, run: Run, output: Path) -> Path:
     trainer.save_model(str(unfinished))
     trainer.accelerator.wait_for_everyone()
     if main:
-        (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle; finetune.yaml says the same
-        write_card(trainer, run, unfinished)
+        (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle; the YAML file says the same
+        write_card(unfinished)
         unfinished.rename(final)
     trainer.accelerator.wait_for_everyone()
     return final

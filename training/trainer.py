@@ -12,6 +12,7 @@ from transformers.utils import logging
 
 from .learning_rate import AUTO, best_rate, check_optimizer, check_query_rate, measure_losses
 from .loss_guard import LossGuard
+from .optimizer import separate_queries, with_muon
 
 
 logger = logging.get_logger(__name__)
@@ -30,6 +31,13 @@ class AttnResTrainingArguments(TrainingArguments):
     )
     query_weight_decay: float = field(
         default=0.0, metadata={"help": "Weight decay of the queries; it pulls them back to a PreNorm model."}
+    )
+
+    muon_learning_rate: float | None = field(
+        default=None,
+        metadata={
+            "help": "Peak learning rate of the weight matrices of the layers, which Muon then trains, and not `optim`."
+        },
     )
 
     def __post_init__(self):
@@ -68,21 +76,17 @@ class AttnResTrainer(Trainer):
         self._step_losses: dict[int, torch.Tensor] = {}
         self._batch_losses: list[torch.Tensor] = []
 
+    optimizer: torch.optim.Optimizer
+
     def create_optimizer(self, model: nn.Module | None = None) -> torch.optim.Optimizer:
         super().create_optimizer(model)
         args = self.args
         if isinstance(args, AttnResTrainingArguments) and len(self.optimizer.state) == 0:
             names = {id(parameter): name for name, parameter in (model or self.model).named_parameters()}
-            queries = []
-            for group in self.optimizer.param_groups:
-                queries += [p for p in group["params"] if ".depth_queries." in f".{names[id(p)]}"]
-                group["params"] = [p for p in group["params"] if ".depth_queries." not in f".{names[id(p)]}"]
-            lr = args.learning_rate if args.query_learning_rate in (None, AUTO) else args.query_learning_rate
-            for parameter in queries:
-                # The key norm is a factor of the query: to decay it as well would be to decay twice
-                decay = 0.0 if names[id(parameter)].endswith(".key_norm") else args.query_weight_decay
-                self.optimizer.add_param_group({"params": [parameter], "lr": lr, "weight_decay": decay})
-            self.optimizer.param_groups[:] = [group for group in self.optimizer.param_groups if group["params"]]
+            separate_queries(self.optimizer, names, args)
+            if args.muon_learning_rate is not None:
+                kwargs = self.get_optimizer_cls_and_kwargs(args, self.model)[1]
+                self.optimizer = with_muon(self.optimizer, names, args, **kwargs)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):

@@ -1,0 +1,436 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnres pretrain`: rows of a stream that can be found again, the Trainer, and the loop over pipeline stages."""
+
+import itertools
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import yaml
+from datasets import Dataset
+from safetensors.torch import load_file
+from transformers import AutoModelForCausalLM
+
+from attnres import AttnResForCausalLM
+from attnres.conversion.parity import read_sample
+from attnres.demo import train_tokenizer
+from attnres.training import AttnResTrainingArguments, PretrainArguments, pretrain
+from attnres.training.config import of_fields, read_config
+from attnres.training.optimizer import WithMuon, with_muon
+from attnres.training.pretrain import make_model, prepare, read_model_config, train_over_stages
+from attnres.training.stream import PackedStream
+
+
+CONFIGS = sorted((Path(__file__).parents[1] / "training" / "configs").glob("p*.yaml"))
+MODEL = {
+    **{"base_model_type": "llama", "attn_res_block_size": 3, "vocab_size": 400, "max_position_embeddings": 128},
+    **{"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4},
+}
+MAMBA = {"base_model_type": "mamba", "attn_res_block_size": 1, "vocab_size": 400}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """A tokenizer, and texts."""
+    folder = tmp_path_factory.mktemp("pretrain")
+    train_tokenizer([read_sample()] * 3, vocab_size=400).save_pretrained(folder / "tokenizer")
+    paragraphs = [text for text in read_sample().split("\n\n") if text.strip()] * 20
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in paragraphs))
+    return folder
+
+
+def fields(folder, output, **kwargs):
+    return {
+        "model_config": MODEL,
+        "tokenizer": str(folder / "tokenizer"),
+        "dataset": str(folder / "text.jsonl"),
+        "output_dir": str(output),
+        "eval_documents": 20,
+        "max_length": 48,
+        "max_steps": 6,
+        "per_device_train_batch_size": 4,
+        "gradient_accumulation_steps": 2,
+        "learning_rate": 5e-3,
+        "logging_steps": 1,
+        "eval_steps": 3,
+        "save_steps": 2,
+        "disable_tqdm": True,
+        "use_cpu": True,
+        **kwargs,
+    }
+
+
+# --- the stream
+
+
+class Numbers:
+    """A tokenizer of numbers, with 0 at the end."""
+
+    eos_token_id, chat_template = 0, None
+
+    def __call__(self, text):
+        self.input_ids = [int(word) for word in text.split()]
+        return self
+
+
+def stream_of(kind, **kwargs):
+    documents = [" ".join(str(10 * i + j + 1) for j in range(i % 5 + 1)) for i in range(9)]
+    rows = Dataset.from_dict({"text": documents})
+    return PackedStream(rows if kind == "map" else rows.to_iterable_dataset(num_shards=3), Numbers(), 7, **kwargs)
+
+
+@pytest.mark.parametrize("apart", [True, False])
+@pytest.mark.parametrize("kind", ["map", "streamed"])
+def test_a_stream_goes_on_where_it_was(kind, apart):
+    """From every row, over several epochs, by a state that went through a file."""
+    expected = list(itertools.islice(stream_of(kind, apart=apart), 40))
+    stream = stream_of(kind, apart=apart)
+    for number, row in enumerate(itertools.islice(stream, 30)):
+        again = stream_of(kind, apart=apart)
+        again.go_on_at(json.loads(json.dumps(stream.state_at(tuple(row["next_position"])))))
+        assert list(itertools.islice(again, 8)) == expected[number + 1 : number + 9]
+    assert max(row["next_position"][0] for row in expected[:30]) >= 2  # epochs
+
+
+def test_rows_of_a_stream():
+    """Every token of every epoch is there once, in full rows, and documents begin at position 0 without a label."""
+    documents = {int(f"{10 * i + j + 1}") for i in range(9) for j in range(i % 5 + 1)}
+    rows = list(itertools.islice(stream_of("map", seed=3), 40))
+    assert all(len(row["input_ids"]) == 7 for row in rows)
+    tokens = [token for row in rows for token in row["input_ids"]]
+    epoch = len(documents) + 9  # and the end of each
+    for start in range(0, len(tokens) - epoch + 1, epoch):
+        assert sorted(tokens[start : start + epoch]) == sorted([*documents, *[0] * 9])
+    assert tokens[:epoch] != tokens[epoch : 2 * epoch]  # in another order
+    for row in rows:
+        firsts = [position == 0 for position in row["position_ids"]]
+        assert firsts[0] and [label == -100 for label in row["labels"]] == firsts
+        for before, first in zip(row["input_ids"], firsts[1:]):
+            assert first == (before == 0)
+    plain = list(itertools.islice(stream_of("map", seed=3, apart=False), 40))
+    assert [row["input_ids"] for row in plain] == [row["input_ids"] for row in rows]
+    assert all(row["labels"] == row["input_ids"] and "position_ids" not in row for row in plain)
+
+
+def test_a_stream_of_nothing():
+    stream = PackedStream(Dataset.from_dict({"text": ["", "  "]}), Numbers(), 7)
+    with pytest.raises(ValueError, match="no document with a token to learn"):
+        next(iter(stream))
+
+
+# --- the Trainer
+
+
+def losses_of(history, name):
+    return {entry["step"]: entry[name] for entry in history if name in entry}
+
+
+def test_from_scratch(folder, tmp_path):
+    result = pretrain(fields(folder, tmp_path / "out"))
+    assert result.losses[-1] < result.losses[0] and all(path.exists() for path in result.files)
+    model = AutoModelForCausalLM.from_pretrained(result.folder)
+    assert isinstance(model, AttnResForCausalLM) and model.config.attn_res_block_size == 3
+    assert model.trunk.depth_queries.query.abs().max() > 0.01 and model.config.use_cache
+    card = " ".join((result.folder / "README.md").read_text().split())
+    assert "trained from scratch on text.jsonl for 6 steps" in card and str(folder) not in card
+    # Further on from there, and a PreNorm twin of the same fields
+    further = pretrain(fields(folder, tmp_path / "further", model=str(result.folder), model_config=None))
+    assert further.losses[0] == pytest.approx(result.losses[-1], rel=1e-5) and further.losses[-1] < further.losses[0]
+    assert "final was trained further on" in " ".join((further.folder / "README.md").read_text().split())
+    twin = {**{name: MODEL[name] for name in MODEL if "attn" not in name or name == "num_attention_heads"}}
+    del twin["base_model_type"]
+    result = pretrain(fields(folder, tmp_path / "twin", model_config={"model_type": "llama", **twin}))
+    assert (
+        result.losses[-1] < result.losses[0]
+        and type(AutoModelForCausalLM.from_pretrained(result.folder)).__name__ == "LlamaForCausalLM"
+    )
+    assert result.query_learning_rate is None and not (result.folder / "README.md").exists()
+
+
+def test_stopped_and_resumed(folder, tmp_path, monkeypatch):
+    """The same weights bit for bit, and no row twice."""
+    from attnres.training.pretrain import PretrainTrainer
+
+    whole = pretrain(fields(folder, tmp_path / "whole", muon_learning_rate=5e-3))
+    step = PretrainTrainer.training_step
+
+    def stops(self, *args, **kwargs):
+        if self.state.global_step == 3:
+            raise KeyboardInterrupt
+        return step(self, *args, **kwargs)
+
+    config = fields(folder, tmp_path / "stopped", muon_learning_rate=5e-3)
+    with monkeypatch.context() as patch:
+        patch.setattr(PretrainTrainer, "training_step", stops)
+        with pytest.raises(KeyboardInterrupt):
+            pretrain(config)
+    assert sorted(path.name for path in (tmp_path / "stopped").glob("checkpoint-*")) == ["checkpoint-2"]
+    resumed = pretrain(config)
+    expected, found = (load_file(run.folder / "model.safetensors") for run in (whole, resumed))
+    assert all(tensor.equal(found[name]) for name, tensor in expected.items())
+    assert losses_of(resumed.history, "eval_loss") == losses_of(whole.history, "eval_loss")
+
+
+def test_muon(folder, tmp_path):
+    """It has the matrices of the layers and nothing else, and its rates follow the schedule."""
+    run = prepare(fields(folder, tmp_path / "out", muon_learning_rate=7e-3, query_learning_rate=3e-3))
+    model = make_model(run)
+    names = {id(parameter): name for name, parameter in model.named_parameters()}
+    adamw = torch.optim.AdamW([{"params": list(model.parameters()), "weight_decay": 0.1}], lr=5e-3)
+    optimizer = with_muon(adamw, names, run.training, lr=5e-3)
+    assert isinstance(optimizer, WithMuon)
+    others, matrices = (
+        {names[id(p)] for group in part.param_groups for p in group["params"]} for part in optimizer.parts
+    )
+    assert matrices == {name for name in names.values() if "_proj." in name} and others | matrices == {*names.values()}
+    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
+    for _ in range(2):
+        model(torch.arange(8)[None], labels=torch.arange(8)[None]).loss.backward()
+        optimizer.step()
+        scheduler.step()
+    rates = [part.param_groups[0]["lr"] for part in optimizer.parts]
+    assert rates == pytest.approx([5e-3 / 3, 7e-3 / 3])
+    # A checkpoint goes into both
+    groups, matrices = ([{**group} for group in part.param_groups] for part in optimizer.parts)
+    again = WithMuon(
+        groups,
+        [{**{name: group[name] for name in ("params", "weight_decay")}, "lr": 1.0} for group in matrices],
+        torch.optim.AdamW,
+    )
+    again.load_state_dict(optimizer.state_dict())
+    assert [part.param_groups[0]["lr"] for part in again.parts] == rates
+    kinds = {kind for part in again.parts for kind in part.state[part.param_groups[0]["params"][0]]}
+    assert kinds == {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
+
+
+# --- what does not go together
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"max_steps": None}, "`max_steps` is missing"),
+        ({"max_steps": -1}, "is not above 0; the data has no end"),
+        ({"model_config": None}, "Give a `model` to go on with, or the `model_config`"),
+        ({"tokenizer": None}, "`tokenizer` is missing"),
+        ({"model_config": {**MODEL, "vocab_size": 10}}, "400 tokens, and the model a `vocab_size` of 10"),
+        ({"model_config": {**MODEL, "hiden_size": 10}}, "hiden_size"),
+        ({"model_config": {**MODEL, "base_model_type": "zaya"}}, "zaya"),
+        ({"model_config": "/nowhere"}, "There is no folder `/nowhere`"),
+        ({"max_length": 1}, "leaves nothing to predict"),
+        ({"max_length": 129}, "more than the 128 tokens of the model"),
+        ({"max_length": 100_000, "model_config": {**MODEL, "max_position_embeddings": 10**6}}, "shorter than a row"),
+        ({"eval_documents": 200}, "too few to hold out `eval_documents: 200`"),
+        ({"streaming": True}, "`streaming: true` needs an `eval_dataset`"),
+        ({"dataloader_num_workers": 2}, "`dataloader_num_workers` must be 0"),
+        ({"remove_unused_columns": True}, "`remove_unused_columns` has no effect"),
+        ({"eval_strategy": "epoch"}, "`eval_strategy: epoch` is not possible"),
+        ({"mode": "full"}, "There is no field `mode`"),
+        ({"apart": True, "model_config": MAMBA}, "`apart: true` is not possible"),
+        ({"pp_size": 2}, "need a multiple of 2 processes, and there are 1"),
+        ({"pp_size": 2, "torch_compile": True}, "`torch_compile` is not a field of runs with"),
+        ({"pp_size": 2, "query_learning_rate": "auto"}, "is measured on a whole model"),
+        ({"pp_size": 2, "model_config": {"model_type": "llama", "vocab_size": 400}}, "are for AttnRes models"),
+        ({"pp_size": 0}, "`pp_size: 0` is not above 0"),
+    ],
+)  # fmt: skip
+def test_what_does_not_go_together(folder, tmp_path, change, message):
+    config = {
+        name: value for name, value in {**fields(folder, tmp_path / "out"), **change}.items() if value is not None
+    }
+    with pytest.raises(ValueError, match=message):
+        pretrain(config)
+    assert not (tmp_path / "out").exists()
+
+
+def test_another_run_is_there(folder, tmp_path):
+    config = fields(folder, tmp_path / "out", max_steps=1)
+    pretrain(config)
+    with pytest.raises(ValueError, match="holds a finished run"):
+        pretrain(config)
+
+
+@pytest.mark.one_in(5)
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_prepared_configs(path):
+    config = read_config(path, None, PretrainArguments, ("dataset", "output_dir", "max_steps"))
+    arguments = of_fields(PretrainArguments, config)
+    model_config = read_model_config(arguments)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(model_config)
+    size = sum(parameter.numel() for parameter in model.parameters())
+    said = path.read_text().splitlines()[0:3]
+    if path.stem.startswith("paper"):
+        outside = sum(p.numel() for name, p in model.named_parameters() if "embed" in name or "lm_head" in name)
+        experts = sum(
+            p.numel() for name, p in model.named_parameters() if ".experts." in name and "shared" not in name
+        )
+        activated = size - outside - experts * (1 - model_config.num_experts_per_token / model_config.num_experts)
+        assert f"{activated / 1e6:.1f}M activated" in " ".join(said).replace("# ", "")
+        assert activated == pytest.approx(float(path.stem.removeprefix("paper_").removesuffix("m")) * 1e6, rel=0.02)
+    else:
+        assert any(
+            f"{size / unit:.{digits}f}{letter} parameters" in said[0]
+            for unit, digits, letter in ((1e6, 0, "M"), (1e9, 1, "B"))
+        )
+    assert {*config} <= {*AttnResTrainingArguments.__dataclass_fields__, *PretrainArguments.__dataclass_fields__}
+
+
+# --- stages
+
+
+@pytest.fixture
+def one_process():
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+def over_stages(config):
+    run = prepare(config)
+    Path(config["output_dir"]).mkdir(exist_ok=True)
+    (Path(config["output_dir"]) / "pretrain.yaml").write_text(yaml.safe_dump(config))
+    return train_over_stages(run, make_model(run))
+
+
+@pytest.mark.parametrize("optimizer", [{}, {"muon_learning_rate": 4e-3, "query_learning_rate": 2e-3}])
+def test_stages_train_what_the_trainer_does(folder, tmp_path, one_process, optimizer):
+    """The same losses, with two stages in one process, and the same after a resume."""
+    shared = {
+        "lr_scheduler_type": "warmup_stable_decay",
+        "lr_scheduler_kwargs": {"num_decay_steps": 2},
+        "warmup_steps": 2,
+    }
+    shared |= {"weight_decay": 0.1, **optimizer}
+    config = fields(folder, tmp_path / "stages", schedule="Interleaved1F1B", stages_per_rank=2, **shared)
+    config["logging_steps"] = shared["logging_steps"] = 3
+    final, history, _, _ = over_stages(config)
+    expected = pretrain(fields(folder, tmp_path / "trainer", **shared))
+    for name in ("loss", "eval_loss"):
+        found, wanted = losses_of(history, name), losses_of(expected.history, name)
+        assert found == pytest.approx(wanted, rel=2e-3 if name == "eval_loss" else 1e-5)  # the Trainer's is of batches
+        assert found.keys() == wanted.keys()
+    weights, wanted = (load_file(path / "model.safetensors") for path in (final, expected.folder))
+    assert weights.keys() == wanted.keys()
+    if not optimizer:  # Muon's orthogonalisation is in bf16
+        for name, tensor in wanted.items():
+            assert (weights[name] - tensor).abs().max() < 1e-3 * max(1e-2, tensor.abs().max()), name
+    tokens = [(run / "config.json").read_text().count('"eos_token_id": 0') for run in (final, expected.folder)]
+    assert tokens == [1, 1]
+    # From a checkpoint in the middle, it comes to the same weights bit for bit
+    for checkpoint in (4, 6):  # between two entries in the history
+        shutil.rmtree(tmp_path / "stages" / f"checkpoint-{checkpoint}")
+    final.rename(tmp_path / "first")
+    again, resumed, _, _ = over_stages(config)
+    resumed_weights = load_file(again / "model.safetensors")
+    assert all(tensor.equal(resumed_weights[name]) for name, tensor in weights.items())
+    assert losses_of(resumed, "loss") == losses_of(history, "loss")
+
+
+def test_checkpoints_of_stages(folder, tmp_path, one_process):
+    """As many as asked for, by parts of the run; and none."""
+    config = fields(folder, tmp_path / "out", max_steps=10, save_steps=0.2, save_total_limit=2, eval_strategy="no")
+    _, history, _, _ = over_stages({**config, "logging_steps": 0.5})
+    assert sorted(path.name for path in (tmp_path / "out").glob("checkpoint-*")) == ["checkpoint-10", "checkpoint-8"]
+    assert not losses_of(history, "eval_loss").keys() - {0} and [*losses_of(history, "loss")] == [5, 10]
+    config = fields(folder, tmp_path / "none", max_steps=2, save_strategy="no", bf16=True)
+    over_stages(config)
+    assert not list((tmp_path / "none").glob("checkpoint-*")) and (tmp_path / "none" / "final").is_dir()
+
+
+def start(folder, num_processes, config):
+    """torchrun in a session of its own, so that all of it can be killed."""
+    path = folder / f"{Path(config['output_dir']).name}.yaml"
+    path.write_text(yaml.safe_dump(config))
+    command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
+    command += ["-m", "attnres.cli", "pretrain", str(path)]
+    return subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
+    )
+
+
+def finished(folder, num_processes, config):
+    process = start(folder, num_processes, config)
+    output = process.communicate(timeout=500)[0]
+    assert process.returncode == 0, output[-3000:]
+    output_dir = Path(config["output_dir"])
+    return json.loads((output_dir / "history.json").read_text()), load_file(output_dir / "final" / "model.safetensors")
+
+
+LAYOUTS = {
+    "pipeline": (2, {"pp_size": 2}),
+    "zero bubble": (2, {"pp_size": 2, "schedule": "ZBVZeroBubble"}),
+    "tensor parallelism": (2, {"tp_size": 2}),
+    "replicas": (4, {"pp_size": 2, "per_device_train_batch_size": 2}),
+    "all": (8, {"pp_size": 2, "tp_size": 2, "per_device_train_batch_size": 2}),
+    "data parallelism": (2, {"per_device_train_batch_size": 2}),
+}
+
+
+@pytest.mark.slow
+def test_layouts(folder, tmp_path):
+    """Whoever shares the work, the losses of every step are the same."""
+    for optimizer in ({}, {"muon_learning_rate": 5e-3}):
+        settings = {**optimizer, "max_steps": 4, "eval_strategy": "no", "eval_on_start": False}
+        expected = pretrain(fields(folder, tmp_path / f"one-{len(optimizer)}", **settings))
+        for name, (num_processes, layout) in LAYOUTS.items():
+            if optimizer and name not in ("replicas", "tensor parallelism"):
+                continue
+            output = tmp_path / f"{name}-{len(optimizer)}".replace(" ", "-")
+            history, _ = finished(tmp_path, num_processes, {**fields(folder, output, **settings), **layout})
+            wanted = losses_of(expected.history, "loss")
+            # Muon's orthogonalisation is in bf16
+            assert losses_of(history, "loss") == pytest.approx(wanted, rel=1e-3 if optimizer else 2e-5), name
+
+
+@pytest.mark.slow
+def test_another_layout_goes_on(folder, tmp_path):
+    """Killed with two stages, it goes on with two processes of tensor parallelism."""
+    config = fields(folder, tmp_path / "out", max_steps=6, save_steps=3, eval_strategy="no", eval_on_start=False)
+    expected, _ = finished(tmp_path, 2, {**config, "output_dir": str(tmp_path / "whole"), "pp_size": 2})
+    finished(tmp_path, 2, {**config, "pp_size": 2})
+    for name in ("final", "checkpoint-6"):
+        shutil.rmtree(tmp_path / "out" / name)
+    (tmp_path / "out" / "pretrain.yaml").unlink()
+    (tmp_path / "out" / "history.json").unlink()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "out" / "checkpoint-3").rename(tmp_path / "other" / "checkpoint-3")
+    other = {**config, "output_dir": str(tmp_path / "other"), "tp_size": 2}
+    (tmp_path / "other" / "pretrain.yaml").write_text(yaml.safe_dump(other))
+    history, _ = finished(tmp_path, 2, other)
+    assert losses_of(history, "loss") == pytest.approx(losses_of(expected, "loss"), rel=2e-5)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"per_device_train_batch_size": 2}], ids=["stages", "replicas"])
+def test_killed(folder, tmp_path, layout):
+    """SIGKILL behind each of some checkpoints, of all processes or of one: the weights are those of a run without."""
+    config = {**fields(folder, tmp_path / "killed", max_steps=40, save_steps=2, save_total_limit=3), **layout}
+    history, expected = finished(tmp_path, 2, {**config, "output_dir": str(tmp_path / "whole")})
+
+    def newest():
+        saved = (tmp_path / "killed").glob("checkpoint-*")
+        return max((int(path.name.split("-")[1]) for path in saved), default=0)
+
+    for kill in range(3):
+        before, process = newest(), start(tmp_path, 2, config)
+        while newest() == before and process.poll() is None:
+            time.sleep(0.005)
+        time.sleep(0.1 * kill)
+        if kill == 1:
+            subprocess.run(["pkill", "-9", "-n", "-f", f"{tmp_path}/killed.yaml"])
+        else:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+    assert not (tmp_path / "killed" / "final").exists()
+    found_history, found = finished(tmp_path, 2, config)
+    assert all(tensor.equal(found[name]) for name, tensor in expected.items())
+    assert losses_of(found_history, "eval_loss") == losses_of(history, "eval_loss")

@@ -1,0 +1,387 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""A pretraining run: a model from scratch, or one to go on with, on a stream of packed rows.
+
+Like a fine-tuning run it is one YAML file, checked before it starts, and goes on where it was when it is called again.
+The Trainer trains it, or with `pp_size` the stages of a pipeline (`stages.py`).
+"""
+
+import contextlib
+import functools
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import yaml
+from datasets import Dataset
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedTokenizerBase,
+    set_seed,
+)
+from transformers.trainer_utils import align_special_tokens
+
+from ..configuration_attnres import AttnResConfig
+from ..conversion.files import atomic_folder
+from ..inspection.callback import DepthMapCallback
+from ..model_cards import write_model_card
+from ..outputs import write_file
+from ..rows import load_rows
+from . import data, stages
+from .config import cannot_pack, of_fields, read_config, training_arguments
+from .curves import plot_curves
+from .finetune import FinetuneResult, check_output, held_out_losses, last_whole_checkpoint, save_final
+from .stream import POSITION, PackedStream, collate
+from .trainer import AttnResTrainer, AttnResTrainingArguments
+
+
+RUN_FILE = "pretrain.yaml"
+STREAM_FILE = "stream.json"
+
+
+@dataclass
+class PretrainArguments:
+    """Model and data of a pretraining run.
+
+    Attributes:
+        dataset: id of a data set on the Hub, a file (JSONL, JSON, Parquet, text) or a folder of such files.
+        output_dir: where everything goes; the model to `final` in it.
+        model: a checkpoint to go on with, a folder or a Hub id. In its place
+        model_config: the fields of a model from scratch, or a folder or Hub id with a `config.json`. Its `model_type`
+            is attnres by default, with a `base_model_type`, and any other is a PreNorm twin.
+        tokenizer: folder or Hub id; by default that of `model`, or of the folder in `model_config`.
+        dataset_config: name of a configuration of a data set on the Hub.
+        split, eval_split: of the data set on the Hub.
+        eval_dataset: what to evaluate on. Without it and `eval_split` the first `eval_documents` are held out.
+        eval_documents: how many documents to evaluate on, at most.
+        text_column: where the text is, if not in `text`.
+        streaming: read a data set of the Hub as it is trained on, in its order, without downloading all of it.
+        max_length: tokens of a row.
+        apart: keep documents that lie in one row apart. By default wherever the model can, which is said otherwise.
+        pp_size: stages of a pipeline, in as many processes.
+        tp_size: so many processes share each matrix of a stage. All others are replicas, with FSDP2.
+        schedule: of the pipeline, see `AttnResPipeline`. Its microbatches are the `gradient_accumulation_steps`.
+        stages_per_rank: how many stages a process has.
+    """
+
+    dataset: str
+    output_dir: str
+    model: str | None = None
+    model_config: dict | str | None = None
+    tokenizer: str | None = None
+    dataset_config: str | None = None
+    split: str = "train"
+    eval_split: str | None = None
+    eval_dataset: str | None = None
+    eval_documents: int = 100
+    text_column: str | None = None
+    streaming: bool = False
+    max_length: int = 1024
+    apart: bool | None = None
+    pp_size: int = 1
+    tp_size: int = 1
+    schedule: str = "1F1B"
+    stages_per_rank: int | None = None
+
+    @property
+    def over_stages(self) -> bool:
+        return self.pp_size * self.tp_size > 1
+
+
+@dataclass(frozen=True)
+class PretrainRun:
+    """All that a run needs but the weights, read and checked."""
+
+    arguments: PretrainArguments
+    training: AttnResTrainingArguments
+    model_config: PreTrainedConfig
+    tokenizer: PreTrainedTokenizerBase
+    train: PackedStream
+    held_out: Dataset
+
+
+def pretrain(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> FinetuneResult:
+    """Train a model on text, see `PretrainArguments` and transformers' `TrainingArguments` for the fields.
+
+    The model goes to `output_dir/final`; checkpoints on the way, log history and loss curves lie beside. An
+    interrupted run is resumed by calling this again with the same fields.
+
+    Args:
+        config: a YAML file, or its fields.
+        overrides: fields in place of those of the file.
+
+    Raises:
+        ValueError: for fields, data or a model that do not fit, before the model is made.
+    """
+    config = read_config(config, overrides, PretrainArguments, ("dataset", "output_dir", "max_steps"))
+    run = prepare(config)
+    training, output = run.training, Path(run.arguments.output_dir)
+    model = make_model(run)
+    output.mkdir(parents=True, exist_ok=True)
+    if training.process_index == 0:
+        write_file(output / RUN_FILE, yaml.safe_dump(config, sort_keys=True))
+    train = train_over_stages if run.arguments.over_stages else train_with_trainer
+    final, history, trainable, explanation = train(run, model)
+    files = [output / RUN_FILE, output / "history.json", output / "loss.png", output / "loss.svg"]
+    rate = training.learning_rate if training.query_learning_rate is None else training.query_learning_rate
+    if run.model_config.model_type != "attnres" or isinstance(rate, str):  # measured, and in the history
+        rate = next((entry["query_learning_rate"] for entry in history if "query_learning_rate" in entry), None)
+    return FinetuneResult(final, history, trainable, explanation, files, rate)
+
+
+def prepare(config: dict[str, Any]) -> PretrainRun:
+    """Read and check everything but the weights.
+
+    Raises:
+        ValueError: for fields, data or a model that do not fit.
+    """
+    arguments = of_fields(PretrainArguments, config)
+    defaults = {"eval_strategy": "steps", "eval_on_start": True, "query_learning_rate": None}
+    # The position in the data is kept by the stream, and its rows have a column of their own
+    defaults |= {"ignore_data_skip": True, "remove_unused_columns": False}
+    training = training_arguments(config, PretrainArguments, defaults)
+    check_fields(arguments, training, config)
+    model_config = read_model_config(arguments)
+    longest = getattr(model_config, "max_position_embeddings", None)
+    if longest is not None and arguments.max_length > longest:
+        raise ValueError(f"`max_length: {arguments.max_length}` is more than the {longest} tokens of the model.")
+    check_output(Path(arguments.output_dir), config, RUN_FILE)
+    if arguments.over_stages:
+        stages.check_run(arguments, training, model_config, config)
+    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model or arguments.model_config)
+    if len(tokenizer) > model_config.vocab_size:
+        raise ValueError(
+            f"The tokenizer has {len(tokenizer)} tokens, and the model a `vocab_size` of {model_config.vocab_size}."
+        )
+    reason = cannot_pack(model_config)
+    if arguments.apart and reason is not None:
+        raise ValueError(f"`apart: true` is not possible here: {reason}. Set `apart: false`.")
+    apart = reason is None if arguments.apart is None else arguments.apart
+    if not apart and arguments.apart is None and training.process_index == 0:
+        print(f"Documents that lie in one row are not kept apart: {reason}.")
+    with training.main_process_first(desc="reading the data"):
+        train, held_out = read_data(arguments, training, tokenizer, apart)
+    return PretrainRun(arguments, training, model_config, tokenizer, train, held_out)
+
+
+def check_fields(arguments: PretrainArguments, training: AttnResTrainingArguments, config: dict[str, Any]):
+    """Raise a `ValueError` for what contradicts itself, before anything is read."""
+    if (arguments.model is None) == (arguments.model_config is None):
+        raise ValueError("Give a `model` to go on with, or the `model_config` of one from scratch, and not both.")
+    if arguments.tokenizer is None and isinstance(arguments.model_config, dict):
+        raise ValueError("`tokenizer` is missing: `model_config` is a list of fields, which has none.")
+    if training.max_steps < 1:
+        raise ValueError(f"`max_steps: {training.max_steps}` is not above 0; the data has no end of its own.")
+    for name in ("eval_strategy", "save_strategy"):
+        if getattr(training, name) == "epoch":
+            raise ValueError(f"`{name}: epoch` is not possible: the data has no end of its own. Set it to steps.")
+    for name in ("ignore_data_skip", "remove_unused_columns"):
+        if name in config:
+            raise ValueError(f"`{name}` has no effect here: the run keeps its position in the data itself.")
+    if training.dataloader_num_workers > 0:
+        raise ValueError("`dataloader_num_workers` must be 0: the run keeps its position in the data.")
+    if arguments.max_length < 2:
+        raise ValueError(f"`max_length: {arguments.max_length}` leaves nothing to predict.")
+    if arguments.streaming and arguments.eval_dataset is None and arguments.eval_split is None:
+        raise ValueError(
+            "`streaming: true` needs an `eval_dataset` or an `eval_split`: what is streamed is trained on."
+        )
+    if arguments.eval_dataset == arguments.dataset and (arguments.eval_split or "train") == arguments.split:
+        raise ValueError(
+            f"`eval_dataset: {arguments.eval_dataset}` is what is trained on. Leave it out, and a part is held out."
+        )
+
+
+def read_model_config(arguments: PretrainArguments) -> PreTrainedConfig:
+    """The configuration of the model, to be read or from scratch.
+
+    Raises:
+        ValueError: if there is none, or its fields do not go together.
+    """
+    source = arguments.model or arguments.model_config
+    if isinstance(source, str):
+        if source.startswith((".", "/", "~")) and not Path(source).expanduser().is_dir():
+            raise ValueError(f"There is no folder `{source}`.")
+        config = AutoConfig.from_pretrained(source)
+    else:
+        fields = dict(source or {})
+        model_type = fields.pop("model_type", "attnres")
+        num_blocks = fields.pop("num_blocks", None)
+        try:
+            if model_type != "attnres":
+                config = AutoConfig.for_model(model_type, **fields)
+            elif num_blocks is not None:
+                base_model_type = fields.pop("base_model_type")
+                config = AttnResConfig.from_base_config(
+                    AutoConfig.for_model(base_model_type, **fields), num_blocks=num_blocks
+                )
+            else:
+                config = AttnResConfig(**fields)
+        except (TypeError, KeyError) as error:
+            raise ValueError(f"`model_config`: {type(error).__name__}: {error}") from error
+    if "text_config" in type(config).sub_configs:
+        raise ValueError(f"A {config.model_type} is a multimodal model, and its data is more than text.")
+    return config
+
+
+def read_data(
+    arguments: PretrainArguments, training: AttnResTrainingArguments, tokenizer: PreTrainedTokenizerBase, apart: bool
+) -> tuple[PackedStream, Dataset]:
+    """The rows to train on, and those to evaluate on.
+
+    Raises:
+        ValueError: if there are none.
+    """
+    rows = load_rows(arguments.dataset, arguments.dataset_config, arguments.split, streaming=arguments.streaming)
+    count = arguments.eval_documents
+    if arguments.eval_dataset is not None or arguments.eval_split is not None:
+        source = arguments.eval_dataset or arguments.dataset
+        config = arguments.dataset_config if arguments.eval_dataset is None else None
+        others = load_rows(source, config, arguments.eval_split or "train")
+        others = others.select(range(min(count, len(others))))
+    else:
+        if len(rows) < 2 * count:
+            raise ValueError(
+                f"`{arguments.dataset}` has {len(rows)} documents, too few to hold out `eval_documents: {count}` of"
+                " them. Lower it, or name an `eval_dataset`."
+            )
+        # Spread over all of it, as files may be sorted
+        held_out = {round(i * (len(rows) - 1) / max(1, count - 1)) for i in range(count)}
+        others = rows.select(sorted(held_out))
+        rows = rows.select([i for i in range(len(rows)) if i not in held_out])
+    column, length = arguments.text_column, arguments.max_length
+    stream = PackedStream(rows, tokenizer, length, text_column=column, seed=training.seed, apart=apart)
+    evaluated = []
+    for row in PackedStream(others, tokenizer, length, text_column=column, seed=training.seed, apart=apart):
+        if row[POSITION][0] > 0:  # the first documents again
+            break
+        evaluated.append({name: row[name] for name in row if name != POSITION})
+    if not evaluated:
+        raise ValueError(f"What is held out is shorter than a row of `max_length: {length}` tokens.")
+    next(iter(stream))
+    return stream, Dataset.from_list(evaluated)
+
+
+def make_model(run: PretrainRun) -> torch.nn.Module:
+    """The model to go on with, or one with the initial values of its config; the same in every process."""
+    set_seed(run.training.seed)
+    if run.arguments.model is not None:
+        model = AutoModelForCausalLM.from_pretrained(run.arguments.model, dtype="float32")
+    else:
+        model = AutoModelForCausalLM.from_config(run.model_config, dtype=torch.float32)
+    align_special_tokens(model, run.tokenizer)  # as the Trainer does
+    if run.train.apart and (reason := data.sees_other_documents(model)) is not None:
+        raise ValueError(f"Documents that lie in one row cannot be kept apart: {reason}. Set `apart: false`.")
+    return model
+
+
+class PretrainTrainer(AttnResTrainer):
+    """An `AttnResTrainer` on a `PackedStream`, whose checkpoints say where the stream was."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self._last: torch.Tensor | None = None  # the positions behind the rows of the last step
+
+    def training_step(self, model, inputs, *args, **kwargs):
+        self._last = inputs.get(POSITION)
+        return super().training_step(model, inputs, *args, **kwargs)
+
+    def compute_loss(self, model, inputs, *args, **kwargs):
+        inputs = {name: value for name, value in inputs.items() if name != POSITION}
+        return super().compute_loss(model, inputs, *args, **kwargs)
+
+    def save_model(self, output_dir: str | None = None, _internal_call: bool = False):
+        super().save_model(output_dir, _internal_call)
+        if _internal_call and self._last is not None:  # of a checkpoint, in which trainer_state.json is written last
+            behind = self.accelerator.gather(self._last.to(self.args.device)).tolist()
+            if self.args.should_save:
+                state = self.train_dataset.state_at(max(map(tuple, behind)))
+                write_file(Path(output_dir or self.args.output_dir) / STREAM_FILE, json.dumps(state))
+
+
+def train_with_trainer(run: PretrainRun, model: torch.nn.Module) -> tuple[Path, list, int, str | None]:
+    """Train until `max_steps`: the folder of the model, the history, what was trained and what is wrong, if it is."""
+    training, output = run.training, Path(run.arguments.output_dir)
+    checkpoint = None if training.save_only_model else last_whole_checkpoint(output, training.world_size)
+    if checkpoint is not None:
+        training.eval_on_start = False
+        run.train.go_on_at(json.loads((Path(checkpoint) / STREAM_FILE).read_text(encoding="utf-8")))
+    trainer = PretrainTrainer(
+        model=model,
+        args=training,
+        train_dataset=run.train,
+        eval_dataset=run.held_out,
+        data_collator=collate,
+        processing_class=run.tokenizer,
+    )
+    if "tensorboard" in training.report_to and run.model_config.model_type == "attnres":
+        trainer.add_callback(DepthMapCallback(torch.tensor(run.held_out[0]["input_ids"])[None]))
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    trainer.train(resume_from_checkpoint=checkpoint)
+    if not any("eval_loss" in e and e["step"] == trainer.state.global_step for e in trainer.state.log_history):
+        trainer.evaluate()
+    history = trainer.state.log_history
+    if trainer.is_world_process_zero():
+        write_history(run, history)
+    final = save_final(trainer, output, functools.partial(write_card, run, history))
+    return final, history, trainable, trainer.explain_losses()
+
+
+def train_over_stages(run: "PretrainRun", model: torch.nn.Module) -> tuple[Path, list, int, str | None]:
+    """The same over the stages of a pipeline, or over tensor parallelism, in the processes of torchrun."""
+    loop = stages.StageLoop(run, model)
+    trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    del model
+    loop.train()
+    output = Path(run.arguments.output_dir)
+    final = output / "final"
+    if dist.get_rank() == 0:
+        write_history(run, loop.history)
+    with atomic_folder(final, 0) if dist.get_rank() == 0 else contextlib.nullcontext(final) as folder:
+        loop.pipeline.save_pretrained(folder)
+        if dist.get_rank() == 0:
+            run.tokenizer.save_pretrained(folder)
+            write_card(run, loop.history, folder)
+    dist.barrier()
+    losses = [entry["eval_loss"] for entry in loop.history if "eval_loss" in entry]
+    explanation = None
+    if len(losses) > 1 and losses[-1] > losses[0]:
+        explanation = f"The held-out loss has risen from {losses[0]:.4f} to {losses[-1]:.4f}. Lower `learning_rate`."
+    return final, loop.history, trainable, explanation
+
+
+def write_history(run: PretrainRun, history: list[dict[str, Any]]):
+    output = Path(run.arguments.output_dir)
+    write_file(output / "history.json", json.dumps(history, indent=1))
+    plot_curves({"pretraining": history}, output / "loss", title=f"Pretraining {output.absolute().name}")
+
+
+def write_card(run: PretrainRun, history: list[dict[str, Any]], folder: Path):
+    """The card of the model, named like the repository it goes to, or like `output_dir`."""
+    arguments, losses = run.arguments, held_out_losses(history)
+    if run.model_config.model_type != "attnres":
+        return
+    output, on_hub = Path(arguments.output_dir), run.training.hub_model_id
+    name = output.absolute().name
+    training = {
+        "base": None if arguments.model is None else Path(arguments.model).name,
+        "has_queries": True,
+        "mode": "pretrain",
+        "dataset": Path(arguments.dataset).name if Path(arguments.dataset).exists() else arguments.dataset,
+        "steps": run.training.max_steps,
+        "before": losses[0] if losses else None,
+        "after": losses[-1] if losses else None,
+    }
+    repo_id = on_hub or f"{name if output.is_absolute() else output}/final"
+    write_model_card(
+        folder,
+        repo_id=repo_id,
+        title=on_hub.split("/")[-1] if on_hub else name,
+        on_hub=bool(on_hub),
+        training=training,
+    )
