@@ -73,9 +73,10 @@ class StageModule(nn.Module):
         stream = outputs.last_hidden_state
         open_block = () if stream.partial is None else (stream.partial, *getattr(stream, "outputs", ()))
         sent = *open_block, *(stream.blocks[block] for block in self.route.sent)
-        # Zero-bubble schedules detach in place what a stage has returned, which cannot be done to a view, and must not
-        # to what it was given
-        return tuple(tensor.clone() if tensor.is_leaf or tensor._is_view() else tensor for tensor in sent)
+        # Zero-bubble schedules detach in place what a stage has returned. That cannot be done to a view, and must not
+        # to what the stage was given, or what a checkpointed layer of it keeps: a block that was closed before it
+        keeps = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())
+        return tuple(tensor.clone() if keeps or tensor.is_leaf or tensor._is_view() else tensor for tensor in sent)
 
     def _stream(self, tensors: tuple[torch.Tensor, ...]) -> DepthStream:
         num_open = self.num_open[0]
