@@ -251,7 +251,10 @@ def _train(kind: str, config: Path, fields: list[str] | None, as_json: bool):
     say(f"Trained {result.trainable_parameters:,} parameters.")
     if result.query_learning_rate is not None:
         say(f"Peak learning rate of the depth queries: {result.query_learning_rate:g}")
-    say(f"Held-out loss: {result.losses[0]:.4f} before, {result.losses[-1]:.4f} after")
+    if len(result.losses) > 1:
+        say(f"Held-out loss: {result.losses[0]:.4f} before, {result.losses[-1]:.4f} after")
+    else:  # with `eval_on_start: false`
+        say(f"Held-out loss: {result.losses[-1]:.4f}")
     if result.explanation is not None:
         note("Note:", result.explanation)
     say_written(wrote)

@@ -190,7 +190,7 @@ class StageLoop:
                 entry |= {"learning_rate": self.optimizer.param_groups[0]["lr"]}
                 self._log({**entry, "seconds_per_step": (time.perf_counter() - begun) / (self.step - counted)})
                 begun, counted, self.losses = time.perf_counter(), self.step, []
-            if training.eval_strategy == "steps" and (is_last or self.step % self.every["eval_steps"] == 0):
+            if is_last or (training.eval_strategy == "steps" and self.step % self.every["eval_steps"] == 0):
                 self._evaluate()
             if training.save_strategy == "steps" and (is_last or self.step % self.every["save_steps"] == 0):
                 self._save()
