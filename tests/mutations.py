@@ -18,6 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parents[1]
 OPERATOR = ("tests/test_depth_attention.py", "tests/test_depth_stream.py")
 READS = ("tests/test_reads.py",)
+PRETRAINING = ("tests/test_pretrain.py",)
 PIPELINES = ("tests/test_plan.py", "tests/test_parallel.py")
 STREAM = ("tests/test_depth_stream.py", "tests/test_lost_stream.py")
 MODEL = ("tests/test_loading.py", "tests/test_families.py", "tests/test_training.py", "tests/test_generation.py")
@@ -103,7 +104,7 @@ MUTATIONS = [
     ("depth_attention.py", "if type(cache) is not cls:", "if cache is None:", READS),
     ("depth_reads.py", "torch.div(torch.mv(queries, vector).view_as(scores), length, out=scores)", "torch.div(torch.mv(queries, vector).view(scores.shape[::-1]).mT, length, out=scores)", READS),
     ("depth_reads.py", "by_slice.diagonal(dim1=1, dim2=2)", "by_slice.transpose(1, 2).flip(1).diagonal(dim1=1, dim2=2)", READS),
-    ("training/trainer.py", '.endswith(".key_norm") else args.query_weight_decay', '.endswith(".key_norm") or "projection" in names[id(parameter)] else args.query_weight_decay', READS),
+    ("training/optimizer.py", '.endswith(".key_norm") else args.query_weight_decay', '.endswith(".key_norm") or "projection" in names[id(parameter)] else args.query_weight_decay', READS),
     ("inspection/measure.py", "self.agreement += common.mean(-1).sum().item()", "self.agreement += common.amax(-1).sum().item() * 0.9", READS),
     ("conversion/converter.py", "        torch.manual_seed(0)\n", "        torch.seed()\n", READS),
     # Pipelines
@@ -112,7 +113,7 @@ MUTATIONS = [
     ("parallel/stage.py", "            self.store.deposit((self._microbatch, block), changed.pop())", "            changed.pop()", PIPELINES),
     ("parallel/stage.py", "            if block in self.route.closed:", "            if False:", PIPELINES),
     ("parallel/stage.py", "            leaf.grad = None  # which some", "            pass  # which some", PIPELINES),
-    ("parallel/stage.py", "tensor.clone() if tensor.is_leaf or tensor._is_view() else tensor", "tensor", PIPELINES),
+    ("parallel/stage.py", "tensor.clone() if keeps or tensor.is_leaf or tensor._is_view() else tensor", "tensor", PIPELINES),
     ("parallel/stage.py", "block.detach().requires_grad_(block.requires_grad and torch.is_grad_enabled())", "block.detach()", PIPELINES),
     ("parallel/pipeline.py", "weight.grad = grad if weight.grad is None else grad + weight.grad", "pass", PIPELINES),
     ("parallel/pipeline.py", "vocab_size=self.config.vocab_size, num_items_in_batch=self.num_items", "vocab_size=self.config.vocab_size", PIPELINES),
@@ -133,6 +134,11 @@ MUTATIONS = [
     ("parallel/pipeline.py", "        if different:", "        if False:", PIPELINES),
     ("parallel/pipeline.py", "if tensor.ndim and tensor.shape != parameter.shape:", "if False:", PIPELINES),
     ("parallel/prefill.py", "types.MethodType(functools.partial(start_divided, group=group), model.trunk)", "functools.partial(start_divided, model.trunk, group=group)", PIPELINES),
+    # Pretraining
+    ("training/stream.py", "yield self._finished(row, (epoch, number, token))", "yield self._finished(row, (epoch, number, 0))", PRETRAINING),
+    ("training/stages.py", 'model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")', "pass", PRETRAINING),
+    ("training/optimizer.py", "            part.state = self.state\n", "", PRETRAINING),
+    ("parallel/stage.py", "keeps or tensor.is_leaf", "tensor.is_leaf", PIPELINES),
 ]  # fmt: skip
 
 

@@ -711,6 +711,15 @@ def test_bfloat16(one_process):
         pipeline.step(BATCH, BATCH)
 
 
+def test_checkpointed_layers_with_a_zero_bubble(one_process):
+    """What a stage in the middle sends on is detached in place, and checkpointed layers behind it still keep it."""
+    model = make_model(block_size=2, checkpointing=True)
+    pipeline = pipeline_of(model, schedule="InterleavedZeroBubble", stages_per_rank=4)
+    model(BATCH, labels=BATCH).loss.backward()
+    pipeline.step(BATCH, BATCH)
+    assert worst_gradient(pipeline, model) < 1e-12
+
+
 @pytest.mark.slow
 def test_layouts_of_a_run(tmp_path):
     in_processes(_layouts_of_a_run, 2, str(tmp_path), [{}, {"frozen": True}])
