@@ -458,7 +458,7 @@ def test_ready_configurations_are_valid():
     from attnres.training.config import read_config, split_config
 
     configs = Path(attnres.training.__file__).parent / "configs"
-    names = {path.stem for path in configs.glob("*.yaml")}
+    names = {path.stem for path in configs.glob("*.yaml") if not path.stem.startswith(("paper", "pretrain"))}
     assert names == {"laptop_cpu", "one_gpu", "fsdp2", "accelerate_fsdp2"}
     for name in names - {"accelerate_fsdp2"}:
         config = read_config(configs / f"{name}.yaml", {"bf16": False})

@@ -223,6 +223,8 @@ def test_muon(folder, tmp_path):
         ({"model_config": {**MODEL, "vocab_size": 10}}, "400 tokens, and the model a `vocab_size` of 10"),
         ({"model_config": {**MODEL, "hiden_size": 10}}, "hiden_size"),
         ({"model_config": {**MODEL, "base_model_type": "zaya"}}, "zaya"),
+        ({"model_config": {**MODEL, "base_model_type": "lama"}}, "'lama' is not a type of model that transformers"),
+        ({"model_config": {"model_type": "lama"}, "max_steps": 1}, "'lama' is not a type of model that transformers"),
         ({"model_config": "/nowhere"}, "There is no folder `/nowhere`"),
         ({"max_length": 1}, "leaves nothing to predict"),
         ({"max_length": 129}, "more than the 128 tokens of the model"),

@@ -22,8 +22,10 @@ from transformers import (
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
+    __version__,
     set_seed,
 )
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.trainer_utils import align_special_tokens
 
 from ..configuration_attnres import AttnResConfig
@@ -212,6 +214,8 @@ def read_model_config(arguments: PretrainArguments) -> PreTrainedConfig:
         fields = dict(source or {})
         model_type = fields.pop("model_type", "attnres")
         num_blocks = fields.pop("num_blocks", None)
+        if (kind := fields.get("base_model_type", model_type)) not in CONFIG_MAPPING:
+            raise ValueError(f"`model_config`: {kind!r} is not a type of model that transformers {__version__} has.")
         try:
             if model_type != "attnres":
                 config = AutoConfig.for_model(model_type, **fields)
