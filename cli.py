@@ -61,6 +61,11 @@ class InterruptedRun(SystemExit):
     is_said = True
 
 
+RunFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Fields of the run; see training/configs.")]
+RunFields = Annotated[
+    list[str] | None, typer.Argument(metavar="FIELD=VALUE...", help="In place of those of the file.")
+]
+RunJson = Annotated[bool, json_option("trainable_parameters, query_learning_rate, losses, explanation, wrote")]
 CheckpointFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an AttnRes checkpoint.")]
 
 
@@ -163,16 +168,12 @@ def env(as_json: Annotated[bool, json_option("attnres, python, platform, package
 
 
 def finetune(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Fields of the run; see training/configs.")],
-    fields: Annotated[
-        list[str] | None, typer.Argument(metavar="FIELD=VALUE...", help="In place of those of the file.")
-    ] = None,
+    config: RunFile,
+    fields: RunFields = None,
     show_batch: Annotated[
         bool, typer.Option("--show-batch", help="Print the first batch and what is learned in it; do not train.")
     ] = False,
-    as_json: Annotated[
-        bool, json_option("trainable_parameters, query_learning_rate, losses, explanation, wrote")
-    ] = False,
+    as_json: RunJson = False,
 ):
     """Fine-tune a checkpoint: all of it, LoRA and the depth queries, or the queries alone. Run again, it resumes."""
     if show_batch and as_json:
@@ -187,13 +188,9 @@ def finetune(
 
 
 def pretrain(
-    config: Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Fields of the run; see training/configs.")],
-    fields: Annotated[
-        list[str] | None, typer.Argument(metavar="FIELD=VALUE...", help="In place of those of the file.")
-    ] = None,
-    as_json: Annotated[
-        bool, json_option("trainable_parameters, query_learning_rate, losses, explanation, wrote")
-    ] = False,
+    config: RunFile,
+    fields: RunFields = None,
+    as_json: RunJson = False,
 ):
     """Train a model from scratch, or further on, also over the stages of a pipeline. Run again, it resumes."""
     try:

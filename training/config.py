@@ -230,11 +230,7 @@ def check_run(arguments: FinetuneArguments, training: AttnResTrainingArguments, 
             f"`mode: queries` needs an AttnRes checkpoint and `{arguments.model}` is a {model_config.model_type}:"
             f" make one of it with `attnres convert`."
         )
-    longest = getattr(model_config, "max_position_embeddings", None)
-    if longest is not None and arguments.max_length > longest:
-        raise ValueError(f"`max_length: {arguments.max_length}` is more than the {longest} tokens of the model.")
-    if arguments.max_length < 2:
-        raise ValueError(f"`max_length: {arguments.max_length}` leaves nothing to predict.")
+    check_length(arguments.max_length, model_config)
     if not 0 < arguments.eval_fraction <= 0.5:
         raise ValueError(f"`eval_fraction: {arguments.eval_fraction}` is not between 0 and 0.5.")
     if arguments.load_in_4bit and arguments.mode == "full":
@@ -250,6 +246,15 @@ def check_run(arguments: FinetuneArguments, training: AttnResTrainingArguments, 
         raise ValueError(f"`dtype: {dtype}` is not one of auto, float32, bfloat16, float16.")
     check_evaluation(arguments, training)
     check_adapter(arguments, model_config)
+
+
+def check_length(max_length: int, model_config: PreTrainedConfig):
+    """Raise a `ValueError` for rows that a model does not take, or that have nothing to learn."""
+    longest = getattr(model_config, "max_position_embeddings", None)
+    if longest is not None and max_length > longest:
+        raise ValueError(f"`max_length: {max_length}` is more than the {longest} tokens of the model.")
+    if max_length < 2:
+        raise ValueError(f"`max_length: {max_length}` leaves nothing to predict.")
 
 
 def check_evaluation(arguments: FinetuneArguments, training: AttnResTrainingArguments):

@@ -35,7 +35,7 @@ from ..model_cards import write_model_card
 from ..outputs import write_file
 from ..rows import load_rows
 from . import data, stages
-from .config import cannot_pack, of_fields, read_config, training_arguments
+from .config import cannot_pack, check_length, of_fields, read_config, training_arguments
 from .curves import plot_curves
 from .finetune import FinetuneResult, check_output, held_out_losses, last_whole_checkpoint, save_final
 from .stream import POSITION, PackedStream, collate
@@ -59,7 +59,7 @@ class PretrainArguments:
         tokenizer: folder or Hub id; by default that of `model`, or of the folder in `model_config`.
         dataset_config: name of a configuration of a data set on the Hub.
         split, eval_split: of the data set on the Hub.
-        eval_dataset: what to evaluate on. Without it and `eval_split` the first `eval_documents` are held out.
+        eval_dataset: what to evaluate on. Without it and `eval_split`, documents from all over the data are held out.
         eval_documents: how many documents to evaluate on, at most.
         text_column: where the text is, if not in `text`.
         streaming: read a data set of the Hub as it is trained on, in its order, without downloading all of it.
@@ -149,9 +149,7 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
     training = training_arguments(config, PretrainArguments, defaults)
     check_fields(arguments, training, config)
     model_config = read_model_config(arguments)
-    longest = getattr(model_config, "max_position_embeddings", None)
-    if longest is not None and arguments.max_length > longest:
-        raise ValueError(f"`max_length: {arguments.max_length}` is more than the {longest} tokens of the model.")
+    check_length(arguments.max_length, model_config)
     check_output(Path(arguments.output_dir), config, RUN_FILE)
     if arguments.over_stages:
         stages.check_run(arguments, training, model_config, config)
@@ -187,8 +185,6 @@ def check_fields(arguments: PretrainArguments, training: AttnResTrainingArgument
             raise ValueError(f"`{name}` has no effect here: the run keeps its position in the data itself.")
     if training.dataloader_num_workers > 0:
         raise ValueError("`dataloader_num_workers` must be 0: the run keeps its position in the data.")
-    if arguments.max_length < 2:
-        raise ValueError(f"`max_length: {arguments.max_length}` leaves nothing to predict.")
     if arguments.streaming and arguments.eval_dataset is None and arguments.eval_split is None:
         raise ValueError(
             "`streaming: true` needs an `eval_dataset` or an `eval_split`: what is streamed is trained on."
@@ -267,7 +263,7 @@ def read_data(
         evaluated.append({name: row[name] for name in row if name != POSITION})
     if not evaluated:
         raise ValueError(f"What is held out is shorter than a row of `max_length: {length}` tokens.")
-    next(iter(stream))
+    next(iter(stream))  # an error of the data, or a tokenizer that does not fit it, before the model is made
     return stream, Dataset.from_list(evaluated)
 
 
