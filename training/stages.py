@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, PreTrainedConfig, Trainer, get_scheduler
@@ -46,6 +46,11 @@ FIELDS = {
     *("query_learning_rate", "query_weight_decay", "muon_learning_rate"),
 }
 
+# With others, as of norms of single heads, a process has a part of a gradient and would take it for the whole
+PROVEN_STYLES = {
+    *("colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_rep", "embedding_rowwise"),
+    *("packed_colwise", "packed_rowwise"),
+}
 INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 
 
@@ -81,6 +86,23 @@ def check_run(
     stages_per_rank = arguments.stages_per_rank or (1 if arguments.schedule.lower() in ("1f1b", "gpipe") else 2)
     num_stages = len(ranks_of_stages(arguments.pp_size, stages_per_rank, arguments.schedule))
     spread(len(model_config.sublayers_per_layer()), num_stages)
+
+
+def divide_matrices(model: torch.nn.Module, mesh: DeviceMesh):
+    """Tensor parallelism by transformers' plan, of those layers that a stage has."""
+    from transformers.distributed import DistributedConfig
+    from transformers.distributed.tensor_parallel import apply_tensor_parallelism
+
+    plan = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
+    there = {name for name, module in model.named_modules() if not isinstance(module, PassThrough)}
+    there |= {name for name, _ in model.named_parameters()}
+    others = sorted({*plan.values()} - PROVEN_STYLES)
+    if others:
+        raise ValueError(
+            f"`tp_size: {mesh.size()}` is not supported for base `{model.config.base_model_type}`: transformers' plan for it"
+            f" has `{others[0]}`, of which the gradients are not right, or not known to be. Use `pp_size` and replicas."
+        )
+    apply_tensor_parallelism(model, mesh, {name: plan[name] for name in plan if name in there})
 
 
 class StageLoop:
@@ -134,13 +156,7 @@ class StageLoop:
         """Divide the parameters of a stage over the other dimensions of the mesh."""
         model = stage.model
         if self.run.arguments.tp_size > 1:
-            from transformers.distributed import DistributedConfig
-            from transformers.distributed.tensor_parallel import apply_tensor_parallelism
-
-            plan = model._resolve_parallel_plans(DistributedConfig(tp_size=self.run.arguments.tp_size))[0]
-            there = {name for name, module in model.named_modules() if not isinstance(module, PassThrough)}
-            there |= {name for name, _ in model.named_parameters()}
-            apply_tensor_parallelism(model, self.mesh["tp"], {name: plan[name] for name in plan if name in there})
+            divide_matrices(model, self.mesh["tp"])
         if self.replicas > 1:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if self.training.bf16 else MixedPrecisionPolicy()
             for layer in decoder_layers(model.trunk):
