@@ -1,10 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """`families.json` and `docs/families.md`, from what was measured.
 
-    python tests/families_page.py [--survey A.json] [--commands B.json] [--vllm C.json]
+    python tests/families_page.py [--survey A.json] [--commands B.json] [--vllm C.json] [--tensor-parallel D.json]
 
-The files are those of `family_survey.py`, `family_commands.py` and `vllm_greedy.py --survey`. What is not given stays
-as it was recorded.
+The files are those of `family_survey.py`, `family_commands.py`, `vllm_greedy.py --survey` and
+`family_tensor_parallel.py`. What is not given stays as it was recorded.
 """
 
 import argparse
@@ -68,7 +68,9 @@ COMMANDS_HEAD = """
 
 A tiny checkpoint of each type with random weights went through the commands (`python tests/family_commands.py
 B.json`), and through vLLM where the base has attention that engines can replace (`python tests/vllm_greedy.py --survey
-C.json`, vLLM 0.32.0 on a CPU, transformers 5.19, eager, fp32, random queries).
+C.json`, vLLM 0.32.0 on a CPU, transformers 5.19, eager, fp32, random queries). Tensor parallelism is that of `attnres
+pretrain` in two processes (`python tests/family_tensor_parallel.py D.json`), where transformers has a plan for the
+base; `tp_size` is refused where it is not right.
 
 | column | what it says |
 |---|---|
@@ -79,9 +81,11 @@ C.json`, vLLM 0.32.0 on a CPU, transformers 5.19, eager, fp32, random queries).
 llama, mistral, qwen2 and qwen3) |
 | vLLM | all greedy tokens are the likeliest by transformers, and how far log-probabilities are off (queries and \
 weights are random and large, which makes more of rounding than trained ones do) |
+| TP gradients | the largest difference of a gradient from that of one process, relative (1e-7 where the base \
+computes in fp32) |
 
-| type | evaluation | fine-tuning | inspection | Kimi's naming | vLLM |
-|---|---|---|---|---|---|
+| type | evaluation | fine-tuning | inspection | Kimi's naming | vLLM | TP gradients |
+|---|---|---|---|---|---|---|
 """
 COMMANDS = ("evaluation", "fine-tuning", "inspection", "exchange, kimi")
 FLAGS = {
@@ -150,6 +154,16 @@ def record_vllm(supported: dict, results: dict):
             supported[name]["vllm"] = sentence(name, ours) + fails_as_well
 
 
+def record_tensor_parallel(supported: dict, results: dict):
+    """Add how far gradients over two processes are off, or why they are not right."""
+    for name, found in results.items():
+        if isinstance(found, float) and found > 1e-5:
+            found = "gradients over several processes are not those of one"
+        elif isinstance(found, str):
+            found = "its model does not run over several processes: " + sentence(name, found)
+        supported[name]["tp_training"] = rounded(found) or found
+
+
 def sentence(name: str, error: str | None) -> str | None:
     """An error in words that fit other types as well: without its class, the path, the name, and numbers of layers."""
     if error is None:
@@ -202,6 +216,7 @@ def command_rows(supported: dict) -> str:
         if "commands" in found:
             cells = [cell(found["commands"][command]) for command in COMMANDS]
             cells.append(cell(found["vllm"]) if "vllm" in found else "not tried" if found["engines"] else "no engine")
+            cells.append(cell(found["tp_training"]) if found["tp"] else "no plan")
             rows.append(f"| {name} | {' | '.join(cells)} |")
     return "\n".join(rows) + "\n\n" + "\n".join(f"{place}. {why}" for place, why in enumerate(reasons, 1))
 
@@ -243,7 +258,7 @@ def a_line_for_each_type(recorded: dict) -> str:
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    for name in ("survey", "commands", "vllm"):
+    for name in ("survey", "commands", "vllm", "tensor-parallel"):
         parser.add_argument(f"--{name}", type=lambda path: json.loads(Path(path).read_text()), default={})
     given = parser.parse_args()
     recorded = json.loads(RECORD.read_text())
@@ -251,9 +266,10 @@ def main():
         kept = recorded["supported"]
         recorded = record(given.survey)
         for name, found in recorded["supported"].items():
-            found |= {key: kept[name][key] for key in ("commands", "vllm") if key in kept.get(name, {})}
+            found |= {key: kept[name][key] for key in ("commands", "vllm", "tp_training") if key in kept.get(name, {})}
     record_commands(recorded["supported"], given.commands)
     record_vllm(recorded["supported"], given.vllm)
+    record_tensor_parallel(recorded["supported"], given.tensor_parallel)
     RECORD.write_text(a_line_for_each_type(recorded))
     PAGE.write_text(page(recorded))
 

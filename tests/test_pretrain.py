@@ -15,7 +15,9 @@ import torch
 import torch.distributed as dist
 import yaml
 from datasets import Dataset
+from family_tensor_parallel import difference
 from safetensors.torch import load_file
+from test_parallel import in_processes
 from transformers import AutoModelForCausalLM
 
 from attnres import AttnResForCausalLM
@@ -33,6 +35,7 @@ MODEL = {
     **{"base_model_type": "llama", "attn_res_block_size": 3, "vocab_size": 400, "max_position_embeddings": 128},
     **{"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4},
 }
+APERTUS = {"base_model_type": "apertus", "attn_res_block_size": 1, "vocab_size": 400}
 MAMBA = {"base_model_type": "mamba", "attn_res_block_size": 1, "vocab_size": 400}
 
 
@@ -240,6 +243,9 @@ def test_muon(folder, tmp_path):
         ({"pp_size": 2, "torch_compile": True}, "`torch_compile` is not a field of runs with"),
         ({"pp_size": 2, "query_learning_rate": "auto"}, "is measured on a whole model"),
         ({"pp_size": 2, "model_config": {"model_type": "llama", "vocab_size": 400}}, "are for AttnRes models"),
+        ({"tp_size": 2, "model_config": MAMBA}, "`tp_size: 2` is not possible with base `mamba`: transformers has"),
+        ({"tp_size": 2, "model_config": APERTUS}, "with base `apertus`: gradients over several processes are not"),
+        ({"tp_size": 3}, "`tp_size: 3` does not divide `num_attention_heads` of the base, which is 4"),
         ({"pp_size": 0}, "`pp_size: 0` is not above 0"),
     ],
 )  # fmt: skip
@@ -375,11 +381,30 @@ LAYOUTS = {
 }
 
 
+def _gradients_of_tensor_parallelism(rank):
+    for family in ("llama", "qwen3", "gemma2", "qwen3_moe", "deepseek_v3"):
+        # Routers of experts and Gemma's norms compute in fp32
+        assert difference(rank, family) < (1e-12 if family in ("llama", "qwen3", "qwen3_moe") else 1e-6), family
+
+
+def _gradients_in_stages(rank):
+    for family in ("qwen3", "gemma2"):
+        assert difference(rank, family, pp_size=2) < (1e-12 if family == "qwen3" else 1e-6), family
+
+
+@pytest.mark.slow
+def test_gradients_of_tensor_parallelism():
+    """Norms of single heads, ties between embedding and head in one stage and in two, and experts."""
+    in_processes(_gradients_of_tensor_parallelism, 2)
+    in_processes(_gradients_in_stages, 4)
+
+
 @pytest.mark.slow
 def test_layouts(folder, tmp_path):
     """Whoever shares the work, the losses of every step are the same."""
+    model = {**MODEL, "base_model_type": "qwen3", "head_dim": 8, "tie_word_embeddings": True}
     for optimizer in ({}, {"muon_learning_rate": 5e-3}):
-        settings = {**optimizer, "max_steps": 4, "eval_strategy": "no", "eval_on_start": False}
+        settings = {**optimizer, "model_config": model, "max_steps": 4, "eval_strategy": "no", "eval_on_start": False}
         expected = pretrain(fields(folder, tmp_path / f"one-{len(optimizer)}", **settings))
         for name, (num_processes, layout) in LAYOUTS.items():
             if optimizer and name != "replicas":

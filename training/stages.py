@@ -15,11 +15,14 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
+import transformers
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
-from transformers import AutoModelForCausalLM, PreTrainedConfig, Trainer, get_scheduler
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, get_scheduler
 
+from .. import families
 from ..depth_probe import decoder_layers
 from ..modeling_attnres import PassThrough
 from ..outputs import write_file
@@ -46,11 +49,7 @@ FIELDS = {
     *("query_learning_rate", "query_weight_decay", "muon_learning_rate"),
 }
 
-# With others, as of norms of single heads, a process has a part of a gradient and would take it for the whole
-PROVEN_STYLES = {
-    *("colwise", "rowwise", "colwise_gather_output", "colwise_rep", "rowwise_rep", "embedding_rowwise"),
-    *("packed_colwise", "packed_rowwise"),
-}
+OF_OWN_HEADS = "replicated_with_grad_allreduce"
 INTERVALS = ("logging_steps", "eval_steps", "save_steps")
 
 
@@ -76,6 +75,8 @@ def check_run(
         )
     if isinstance(training.query_learning_rate, str):
         raise ValueError("`query_learning_rate: auto` is measured on a whole model: give a number, or null.")
+    if arguments.tp_size > 1:
+        check_matrices(model_config, arguments.tp_size)
     processes = training.world_size
     inner = arguments.pp_size * arguments.tp_size
     if processes % inner:
@@ -88,21 +89,55 @@ def check_run(
     spread(len(model_config.sublayers_per_layer()), num_stages)
 
 
-def divide_matrices(model: torch.nn.Module, mesh: DeviceMesh):
-    """Tensor parallelism by transformers' plan, of those layers that a stage has."""
+def check_matrices(config: PreTrainedConfig, tp_size: int):
+    """Raise a `ValueError` where tensor parallelism would train with wrong gradients, or is not known not to."""
+    name = config.base_model_type
+    found = families.survey()["supported"].get(name, {}).get("tp_training", "transformers has no plan for it")
+    if not isinstance(found, float):
+        raise ValueError(
+            f"`tp_size: {tp_size}` is not possible with base `{name}`: {found}. Use `pp_size` and replicas."
+        )
+    if not hasattr(PreTrainedModel, "_resolve_parallel_plans"):
+        raise ValueError(f"`tp_size: {tp_size}` needs transformers 5.23, and {transformers.__version__} is installed.")
+    for field in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, field, None)
+        if isinstance(heads, int) and heads % tp_size:
+            raise ValueError(f"`tp_size: {tp_size}` does not divide `{field}` of the base, which is {heads}.")
+
+
+def divide_matrices(model: torch.nn.Module, mesh: DeviceMesh) -> list[torch.nn.Module]:
+    """Tensor parallelism by transformers' plan, of those layers that a stage has.
+
+    Returns:
+        The modules of which a process sees its own heads alone; see `add_up_gradients`.
+    """
     from transformers.distributed import DistributedConfig
     from transformers.distributed.tensor_parallel import apply_tensor_parallelism
 
     plan = model._resolve_parallel_plans(DistributedConfig(tp_size=mesh.size()))[0]
-    there = {name for name, module in model.named_modules() if not isinstance(module, PassThrough)}
-    there |= {name for name, _ in model.named_parameters()}
-    others = sorted({*plan.values()} - PROVEN_STYLES)
-    if others:
-        raise ValueError(
-            f"`tp_size: {mesh.size()}` is not supported for base `{model.config.base_model_type}`: transformers' plan for it"
-            f" has `{others[0]}`, of which the gradients are not right, or not known to be. Use `pp_size` and replicas."
-        )
+    modules = {name: m for name, m in model.named_modules() if not isinstance(m, PassThrough)}
+    parameters = dict(model.named_parameters())
+    names = {parameter: name for name, parameter in parameters.items()}
+    tied = [(n, names[p]) for n, p in model.named_parameters(remove_duplicate=False) if n not in parameters]
+    of_own_heads = [name for name in plan if plan[name] == OF_OWN_HEADS and name in modules]
+    there = (modules.keys() | parameters.keys()) - {*of_own_heads}
     apply_tensor_parallelism(model, mesh, {name: plan[name] for name in plan if name in there})
+    for name, first in tied:
+        owner, _, leaf = name.rpartition(".")
+        modules[owner].register_parameter(leaf, model.get_parameter(first))
+    return [modules[name] for name in of_own_heads]
+
+
+def add_up_gradients(of_own_heads: list[torch.nn.Module], mesh: DeviceMesh):
+    """Make whole gradients of those of single heads, once per step.
+
+    transformers' hook adds up after every microbatch what has gathered, and counts the first microbatches again.
+    """
+    for module in of_own_heads:
+        for parameter in module.parameters(recurse=False):
+            if parameter.grad is not None:
+                part = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
+                dist.all_reduce(part, group=mesh.get_group())
 
 
 class StageLoop:
@@ -118,6 +153,7 @@ class StageLoop:
         self.replicas, self.replica = replicas, self.mesh["dp"].get_local_rank()
         self.part = self.mesh["pp"].get_local_rank() * replicas + self.replica
         self.batch_size = training.per_device_train_batch_size * training.gradient_accumulation_steps
+        self.of_own_heads: list[torch.nn.Module] = []
         checkpoint = last_whole_checkpoint(self.output, 0)
         if checkpoint is not None:
             model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
@@ -156,7 +192,7 @@ class StageLoop:
         """Divide the parameters of a stage over the other dimensions of the mesh."""
         model = stage.model
         if self.run.arguments.tp_size > 1:
-            divide_matrices(model, self.mesh["tp"])
+            self.of_own_heads += divide_matrices(model, self.mesh["tp"])
         if self.replicas > 1:
             policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16) if self.training.bf16 else MixedPrecisionPolicy()
             for layer in decoder_layers(model.trunk):
@@ -216,6 +252,7 @@ class StageLoop:
         batch = collate(list(islice(rows, self.batch_size * self.replicas)))
         self.position = tuple(batch.pop(POSITION)[-1].tolist())
         loss = self._over_stages(self.pipeline.step, batch)
+        add_up_gradients(self.of_own_heads, self.mesh["tp"])
         norm = float(self.pipeline.clip_grad_norm_(self.training.max_grad_norm or float("inf")))
         self.optimizer.step()
         self.optimizer.zero_grad()
