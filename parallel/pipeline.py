@@ -345,7 +345,7 @@ class AttnResPipeline:
         if not copies:
             return
         first, last = self.ranks[0], self.ranks[-1]
-        grads = [torch.zeros_like(weight) if weight.grad is None else weight.grad for weight in copies]
+        grads = [_placed_as_itself(weight) for weight in copies]
         total = sum(grads[1:], grads[0])
         if first != last:
             local = total.to_local() if isinstance(total, DTensor) else total
@@ -560,6 +560,15 @@ def _by_mesh(tensors: Sequence[torch.Tensor]) -> list[list[torch.Tensor]]:
     for tensor in tensors:
         groups.setdefault(tensor.device_mesh if isinstance(tensor, DTensor) else None, []).append(tensor)
     return list(groups.values())
+
+
+def _placed_as_itself(weight: nn.Parameter) -> torch.Tensor:
+    """Its gradient: of an embedding, tensor parallelism leaves all of it in each process, and of a head a part."""
+    if weight.grad is None:
+        return torch.zeros_like(weight)
+    if isinstance(weight, DTensor) and isinstance(weight.grad, DTensor):
+        return weight.grad.redistribute(placements=weight.placements)
+    return weight.grad
 
 
 def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
