@@ -138,6 +138,9 @@ MUTATIONS = [
     ("training/stream.py", "yield self._finished(row, (epoch, number, token))", "yield self._finished(row, (epoch, number, 0))", PRETRAINING),
     ("training/stages.py", 'model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")', "pass", PRETRAINING),
     ("training/optimizer.py", "            part.state = self.state\n", "", PRETRAINING),
+    ("training/stages.py", "                dist.all_reduce(part, group=mesh.get_group())", "                pass", PRETRAINING),
+    ("training/stages.py", "register_parameter(leaf, model.get_parameter(first))", "register_parameter(leaf, parameters[first])", PRETRAINING),
+    ("parallel/pipeline.py", "return weight.grad.redistribute(placements=weight.placements)", "return weight.grad", PRETRAINING),
     ("parallel/stage.py", "keeps or tensor.is_leaf", "tensor.is_leaf", PIPELINES),
 ]  # fmt: skip
 
