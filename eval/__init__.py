@@ -175,7 +175,7 @@ def prefetch(
     Returns:
         Names of what is there now, and the reasons why other benchmarks are not.
     """
-    manager = task_manager()
+    manager = task_manager(None)
     benchmarks = named_benchmarks(suite, tasks, manager)
     there, skipped = [], {}
     for model in models:

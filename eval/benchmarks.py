@@ -69,7 +69,7 @@ def _benchmark(row: Any, source: str) -> Benchmark:
 
 
 @functools.lru_cache  # reading the index of all tasks takes seconds
-def task_manager(include_path: str | Path | None = None) -> TaskManager:
+def task_manager(include_path: str | Path | None) -> TaskManager:
     """lm-eval's tasks and ours, and those of a folder."""
     own = str(resources.files(__package__).joinpath("tasks"))
     return TaskManager(include_path=[own] if include_path is None else [own, str(include_path)])

@@ -74,10 +74,8 @@ def test_every_tensor_of_the_real_size(model_type):
     assert not changed
 
 
-@pytest.mark.parametrize(
-    "model_type",
-    [t if t == "gpt_neox" else pytest.param(t, marks=pytest.mark.slow) for t in SPREAD],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", SPREAD)
 def test_decoder(model_type):
     if model_type not in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         pytest.skip("not in this version of transformers")

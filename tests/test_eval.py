@@ -38,7 +38,7 @@ from attnres.fingerprint import checkpoint_fingerprint
 
 @pytest.fixture(scope="module")
 def manager():
-    return task_manager()
+    return task_manager(None)
 
 
 def data_and_tasks(manager, root, *suites):
@@ -213,6 +213,7 @@ def test_a_task_that_runs_code_by_itself(manager, paper, monkeypatch):
             load_tasks(Benchmark("HumanEval", ("humaneval",), ""), manager)
 
 
+@pytest.mark.slow
 def test_cruxeval(manager, tmp_path):
     """lm-eval executes predictions by means of its own; in the sandbox there is nothing but the prediction."""
     doc = {"code": "def f(a, b=1):\n    return {a: [b, 'x']}", "input": "'q', b=2", "output": "{'q': [2, 'x']}"}

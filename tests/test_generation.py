@@ -346,6 +346,7 @@ def test_phi3_drops_the_cache_where_longrope_switches():
     assert torch.equal(generate(model, input_ids), generate(base_model, input_ids, use_cache=False))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["qwen3", "kimi_linear", "granite"])
 def test_pipeline_stages(family, input_ids):
     """Each stage has some of the layers, and hands on a partial sum and the closed blocks."""

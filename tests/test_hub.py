@@ -337,9 +337,10 @@ def test_what_the_hub_refuses(arguments, message, crowded_hub, tmp_path):
     assert "tester/new" not in crowded_hub.repos and len(crowded_hub.commits("tester/base")) == commits
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, command",
-    mostly_slow(itertools.product(["refused", "unknown host", "no answer"], ["convert", "inspect"]), every=6),
+    itertools.product(["refused", "unknown host", "no answer"], ["convert", "inspect"]),
 )
 def test_a_wrong_name_without_a_hub(kind, command, crowded_hub, tmp_path):
     """One request tells: the client would try six times, for half a minute."""

@@ -42,7 +42,7 @@ def run_python(code: str, *args: str, **env: str) -> str:
     return result.stdout
 
 
-@pytest.mark.parametrize("family", mostly_slow(["qwen3", "gemma", "qwen3_moe", "gpt_oss", "kimi_linear"], every=2))
+@pytest.mark.parametrize("family", mostly_slow(["qwen3", "gemma", "qwen3_moe", "gpt_oss", "kimi_linear"], every=5))
 def test_base_checkpoint_loads_directly(family, input_ids, tmp_path):
     base_model = tiny_base_model(family)
     base_model.save_pretrained(tmp_path)

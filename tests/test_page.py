@@ -15,6 +15,7 @@ from attnres.inspection import inspect
 from attnres.inspection.page import write_page
 
 
+pytestmark = pytest.mark.slow
 HARMFUL = "</script><b id='harm'>'\"&"
 NUM_SITES = 9
 

@@ -83,6 +83,7 @@ def test_block_cache(block_size):
     assert planned["weights"] == sum(parameter.nbytes for parameter in model.parameters())
 
 
+@pytest.mark.slow
 def test_numbers_of_the_paper():
     """15 GB for 128K tokens, 1.9 GB divided by 8, below 0.3 GB in chunks of 16K; and 28 blocks that cross."""
     base = Qwen3Config(

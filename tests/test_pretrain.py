@@ -30,7 +30,7 @@ from attnres.training.pretrain import make_model, prepare, read_model_config, tr
 from attnres.training.stream import PackedStream
 
 
-CONFIGS = sorted((Path(__file__).parents[1] / "training" / "configs").glob("p*.yaml"))
+CONFIGS = sorted((Path(__file__).parents[1] / "training" / "configs").glob("p*.yaml"), reverse=True)
 MODEL = {
     **{"base_model_type": "llama", "attn_res_block_size": 3, "vocab_size": 400, "max_position_embeddings": 128},
     **{"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4},
@@ -265,7 +265,7 @@ def test_another_run_is_there(folder, tmp_path):
         pretrain(config)
 
 
-@pytest.mark.one_in(5)
+@pytest.mark.one_in(9)
 @pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
 def test_prepared_configs(path):
     config = read_config(path, None, PretrainArguments, ("dataset", "output_dir", "max_steps"))
@@ -308,6 +308,7 @@ def over_stages(config):
     return train_over_stages(run, make_model(run))
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("optimizer", [{}, {"muon_learning_rate": 4e-3, "query_learning_rate": 2e-3}])
 def test_stages_train_what_the_trainer_does(folder, tmp_path, one_process, optimizer):
     """The same losses, with two stages in one process, and the same after a resume."""

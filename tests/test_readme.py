@@ -35,7 +35,7 @@ ELSEWHERE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHA
 @pytest.mark.parametrize(
     "page",
     [
-        pytest.param(page, marks=[pytest.mark.slow] * (page not in ("README.md", "docs/tutorial.md")))
+        pytest.param(page, marks=[pytest.mark.slow] * (page != "README.md"))
         for page, text in PAGES.items()
         if EXAMPLE.search(text)
     ],

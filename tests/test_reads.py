@@ -366,6 +366,7 @@ def test_files_of_the_papers_read_are_as_before(tmp_path):
     assert {name.split(".")[-1] for name in model.state_dict() if "depth" in name} == {"query", "key_norm"}
 
 
+@pytest.mark.slow
 def test_another_read_of_a_checkpoint(tmp_path, input_ids):
     """With queries of zero, one read is as good as another."""
     tiny_base_model("llama").save_pretrained(tmp_path / "base")
