@@ -265,6 +265,7 @@ def test_planted_errors(quick_eval):
     assert row["interval"][0] == pytest.approx(-0.2, abs=0.04) and -0.04 < row["interval"][1] <= 0
 
 
+@pytest.mark.slow
 def test_identical_models(quick_eval):
     for row in quick_eval("some", "some-again")["rows"]:
         comparison = row["comparisons"][0]

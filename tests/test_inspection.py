@@ -435,6 +435,7 @@ def test_a_second_model_that_is_missing_is_told_before_the_first_is_read(folder,
         inspect([str(folder / "a"), "./nowhere"], tmp_path / "out")
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("num_layers", [1, 48])
 def test_axes_of_profiles(num_layers):
     """Whole sites on every axis, the same in every panel, and a legend of what is drawn."""

@@ -49,6 +49,7 @@ def test_activations(family, block_size, checkpointing):
     assert sum(activation_bytes(config, layout)) == pytest.approx(kept_bytes(model, (2, 48)), rel=0.05)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mamba2", "gpt_oss", "qwen3_moe"])
 def test_parameters(family):
     config = AttnResConfig.from_base_config(decoder_config(family))
@@ -108,6 +109,7 @@ def test_numbers_of_the_paper():
     assert crossing["bytes_cached"] == 21 * 4096 * 7168 * 2 and crossing["bytes_twin"] == 7 * 4096 * 7168 * 2
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "schedule, pp, stages, microbatches", [("GPipe", 4, 1, 8), ("1F1B", 4, 1, 8), ("Interleaved1F1B", 4, 2, 8)]
 )

@@ -343,6 +343,7 @@ def test_stages_train_what_the_trainer_does(folder, tmp_path, one_process, optim
     assert losses_of(resumed, "loss") == losses_of(history, "loss")
 
 
+@pytest.mark.slow
 def test_checkpoints_of_stages(folder, tmp_path, one_process):
     """As many as asked for, by parts of the run; and none."""
     config = fields(folder, tmp_path / "out", max_steps=10, save_steps=0.2, save_total_limit=2, eval_strategy="no")
