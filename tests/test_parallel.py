@@ -276,6 +276,7 @@ FIRST_CASES = [
 @pytest.mark.slow
 @pytest.mark.parametrize("num_processes", [2, 4])
 def test_gradients_of_all_schedules(num_processes):
+    """Every second case over two processes, the others over four."""
     cases = [({"schedule": schedule}, {"block_size": 3}) for schedule in ("GPipe", "1F1B")]
     cases += [({"schedule": "1F1B"}, {"block_size": block_size}) for block_size in (1, 2, 4, 16)]
     cases += [
@@ -295,6 +296,7 @@ def test_gradients_of_all_schedules(num_processes):
         ]
     cases += [({"schedule": schedule}, {"checkpointing": True}) for schedule in ("1F1B", "Interleaved1F1B")]
     cases += [({"schedule": schedule, "microbatches": 8}, {"checkpointing": True}) for schedule in SCHEDULES[2:]]
+    cases = cases[num_processes == 4 :: 2]
     if num_processes == 2:
         cases.append(({"schedule": "Interleaved1F1B", "layers_per_stage": [1] * 8, "stages_per_rank": 4}, {}))
         cases.append(({"schedule": "1F1B", "layers_per_stage": [7, 1]}, {}))

@@ -289,7 +289,9 @@ def test_compiled(fields, input_ids):
             torch.compile(model, fullgraph=True)(input_ids).logits, expected, rtol=1e-4, atol=1e-4
         )
     torch.compiler.reset()
-    of_compiled = gradients(torch.compile(model, fullgraph=True), input_ids)
+    # What inductor makes of a graph is not ours, and takes a minute for gradients
+    backend = "inductor" if fields == SOME[0] else "aot_eager"
+    of_compiled = gradients(torch.compile(model, fullgraph=True, backend=backend), input_ids)
     torch.compiler.reset()
     for name, gradient in gradients(model, input_ids).items():
         assert relative(of_compiled[f"_orig_mod.{name}"], gradient) < 1e-4, name
