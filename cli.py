@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 
 from .cli_convert import convert, export, import_, revert, verify
-from .cli_measure import bench, eval_, inspect, plan, report
+from .cli_measure import bench, eval_, inspect, plan, report, scaling
 from .console import (
     Revision,
     WroteJson,
@@ -353,6 +353,7 @@ COMMANDS: dict[str, dict[Callable, str]] = {
         inspect: "attnres inspect tuned --base base -o attnres-depth",
         bench: "attnres bench --shape tiny --variants 4,full --pairs 5",
         plan: "attnres plan qwen3-attnres --gpus 64 --tp 8 --pp 4",
+        scaling: "attnres scaling run ladder.yaml -o attnres-scaling",
     },
     "Serve": {
         serve: "attnres serve qwen3-attnres --continuous-batching --port 8000",

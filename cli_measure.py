@@ -1,6 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The commands that measure models: their scores, what they read from where, and what they cost."""
 
+import enum
 import shlex
 import sys
 from pathlib import Path
@@ -269,6 +270,42 @@ def bench(
     else:
         console.print(Markdown((output / "bench.md").read_text()))
         say_written(wrote)
+
+
+class ScalingStep(str, enum.Enum):
+    run = "run"
+    fit = "fit"
+    plot = "plot"
+
+
+def scaling(
+    step: Annotated[ScalingStep, typer.Argument(help="Train the models, fit a law to their losses, or draw it.")],
+    ladder: Annotated[Path | None, typer.Argument(help="YAML file of sizes, arms and data, for run.")] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="For the runs, the fit and the plot.")] = Path(
+        "attnres-scaling"
+    ),
+    as_json: Annotated[bool, json_option("of fit: sizes, compute, seeds, baseline, arms, times; and wrote")] = False,
+):
+    """Train a ladder of small models, with and without AttnRes, and fit their losses. Run again, it resumes."""
+    if (step == ScalingStep.run) != (ladder is not None):
+        raise typer.BadParameter("run takes a YAML file of a ladder, and fit and plot take none.")
+    with only_json_on_stdout(as_json):
+        from . import scaling as room
+
+        results: dict[str, Any] = {}
+        if ladder is not None:
+            wrote = room.run_ladder(ladder, output)
+        elif step == ScalingStep.fit:
+            results = room.fit_ladder(output)
+            wrote = [output / "fit.json", output / "fit.md"]
+        else:
+            wrote = room.plot_ladder(output)
+    if as_json:
+        print_json(results, wrote)
+        return
+    if step == ScalingStep.fit:
+        console.print(Markdown((output / "fit.md").read_text()))
+    say_written(wrote)
 
 
 def plan(

@@ -27,6 +27,7 @@ ROOMS = (
         "serving",
         "demo",
         "benchmarks",
+        "scaling",
         "console",
     ),
     *("cli_convert", "cli_measure", "cli", "__main__"),

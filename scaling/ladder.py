@@ -1,0 +1,312 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""A ladder of pretraining runs: sizes, ways to read over depth and seeds, each way with learning rates of its own.
+
+One YAML file says all of it. Every run is one of `attnres pretrain`, of which a small JSON file stays; a ladder that
+was interrupted goes on where it was.
+"""
+
+import dataclasses
+import json
+import math
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+import yaml
+from rich.console import Console
+from transformers import AutoModelForCausalLM, PreTrainedConfig, __version__, set_seed
+
+from ..benchmarks.twin import alternate
+from ..outputs import write_file
+from ..training import pretrain
+from ..training.pretrain import PretrainArguments, read_model_config
+
+
+TUNING_SEED = 100
+LADDER_FILE, TIMES_FILE = "ladder.yaml", "times.json"
+# A step reads every parameter once forward and twice backward, each with a multiplication and an addition
+FLOPS_PER_PARAMETER = 6
+console = Console()
+
+
+@dataclass(frozen=True)
+class Ladder:
+    """What is trained, and how.
+
+    Attributes:
+        dataset: what all runs are trained on, as in `attnres pretrain`.
+        tuning_dataset: what learning rates are chosen by.
+        eval_dataset: what the models are judged on.
+        tokenizer: folder or Hub id.
+        model_config: fields that all models share, with a `base_model_type`.
+        sizes: by name, from small to large, the fields of each.
+        arms: by name, what makes an AttnRes model of a size (`num_blocks` or `attn_res_block_size`, and fields of the
+            read); nothing for PreNorm, which comes first.
+        seeds: how many models of each arm and size.
+        tokens_per_parameter: of the PreNorm model, without embeddings. All arms of a size see the same tokens.
+        rates: learning rates that every arm tries at the tuned sizes; at an end of the list, further ones by twos.
+        tuned_sizes: so many of the smallest sizes are tuned.
+        rate_exponent: of the width, by which the mean of the tuned sizes' best rates is carried to all sizes.
+        training: further fields of `attnres pretrain`, the same for all runs.
+    """
+
+    dataset: str
+    tuning_dataset: str
+    eval_dataset: str
+    tokenizer: str
+    model_config: dict[str, Any]
+    sizes: dict[str, dict[str, Any]]
+    arms: dict[str, dict[str, Any] | None]
+    seeds: int = 3
+    tokens_per_parameter: float = 20
+    rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3)
+    tuned_sizes: int = 2
+    rate_exponent: float = -0.5
+    training: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def baseline(self) -> str:
+        return next(iter(self.arms))
+
+    def config_of(self, arm: str, size: str) -> dict[str, Any]:
+        """The `model_config` of a run."""
+        fields = {**self.model_config, **self.sizes[size]}
+        if self.arms[arm]:
+            return {**fields, **self.arms[arm]}
+        return {**fields, "model_type": fields.pop("base_model_type")}
+
+    def model_config_of(self, arm: str, size: str) -> PreTrainedConfig:
+        return read_model_config(PretrainArguments("", "", model_config=self.config_of(arm, size)))
+
+    def num_parameters(self, size: str) -> int:
+        """Of the PreNorm model, without its embedding and its head."""
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(self.model_config_of(self.baseline, size))
+        outside = {
+            id(module.weight)
+            for module in (model.get_input_embeddings(), model.get_output_embeddings())
+            if module is not None
+        }
+        return sum(p.numel() for p in model.parameters() if id(p) not in outside)
+
+    @property
+    def tokens_per_step(self) -> int:
+        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length")
+        sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
+        return math.prod(self.training.get(name, sizes[name]) for name in names)
+
+    def steps_of(self, size: str) -> int:
+        return math.ceil(self.tokens_per_parameter * self.num_parameters(size) / self.tokens_per_step)
+
+    def compute_of(self, size: str) -> float:
+        """FLOPs of a run by the parameters of the PreNorm model, for all arms alike."""
+        return FLOPS_PER_PARAMETER * self.num_parameters(size) * self.steps_of(size) * self.tokens_per_step
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. Its name is that of its result file."""
+
+    arm: str
+    size: str
+    seed: int
+    learning_rate: float
+
+    @property
+    def is_tuning(self) -> bool:
+        return self.seed == TUNING_SEED
+
+    @property
+    def name(self) -> str:
+        return f"{self.arm}-{self.size}-" + (f"lr{self.learning_rate:g}" if self.is_tuning else f"seed{self.seed}")
+
+
+def read_ladder(path: str | Path) -> Ladder:
+    """A ladder from its YAML file.
+
+    Raises:
+        ValueError: if a field is missing, unknown or does not fit, with its name.
+    """
+    values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    if not isinstance(values, dict):
+        raise ValueError(f"`{path}` is not a list of `field: value`.")
+    known = {f.name: f for f in dataclasses.fields(Ladder)}
+    for name in values.keys() - known.keys():
+        raise ValueError(f"`{path}`: `{name}` is not a field of a ladder. Those are {', '.join(known)}.")
+    for name, of_ladder in known.items():
+        has_default = {of_ladder.default, of_ladder.default_factory} != {dataclasses.MISSING}
+        if name not in values and not has_default:
+            raise ValueError(f"`{path}`: `{name}` is missing.")
+    ladder = Ladder(**{**values, "rates": tuple(map(float, values.get("rates", Ladder.rates)))})
+    _check(ladder, str(path))
+    return ladder
+
+
+def _check(ladder: Ladder, path: str):
+    if not ladder.arms or ladder.arms[ladder.baseline]:
+        raise ValueError(f"`{path}`: the first of `arms` has to be PreNorm, which has no fields.")
+    if len(ladder.arms) < 2 or not all(fields for name, fields in ladder.arms.items() if name != ladder.baseline):
+        raise ValueError(f"`{path}`: `arms` needs an AttnRes arm beside PreNorm, such as `blocks: {{num_blocks: 4}}`.")
+    if len(ladder.sizes) < 2 or not 1 <= ladder.tuned_sizes <= len(ladder.sizes):
+        raise ValueError(f"`{path}`: there have to be two `sizes` at least, and `tuned_sizes` of them.")
+    if ladder.seeds < 1 or len(ladder.rates) < 2:
+        raise ValueError(f"`{path}`: there has to be a seed at least, and two `rates`.")
+    given = {"max_steps", "learning_rate", "seed", "output_dir", "warmup_steps"} & ladder.training.keys()
+    if given:
+        raise ValueError(f"`{path}`: `{sorted(given)[0]}` in `training` is another one in each run. Leave it out.")
+    for arm in ladder.arms:
+        for size in ladder.sizes:
+            try:
+                ladder.model_config_of(arm, size)
+            except ValueError as error:
+                raise ValueError(f"`{path}`: arm `{arm}` at size `{size}`: {error}") from error
+    numbers = [ladder.num_parameters(size) for size in ladder.sizes]
+    if numbers != sorted(set(numbers)):
+        raise ValueError(f"`{path}`: `sizes` have to go from small to large, and have {numbers} parameters.")
+
+
+def results_of(folder: str | Path) -> dict[Run, dict[str, Any]]:
+    """By run, what has stayed of it."""
+    found = {}
+    for path in sorted((Path(folder) / "runs").glob("*.json")):
+        result = json.loads(path.read_text(encoding="utf-8"))
+        found[Run(**result["run"])] = result
+    return found
+
+
+def next_rate(losses: dict[float, float], rates: tuple[float, ...]) -> float | None:
+    """What a sweep still has to try; `None` when the best rate has worse ones on both sides."""
+    missing = [rate for rate in rates if rate not in losses]
+    if missing:
+        return missing[0]
+    best = min(losses, key=losses.__getitem__)
+    if best == max(losses):
+        return 2 * best
+    return best / 2 if best == min(losses) else None
+
+
+def tuning_losses(found: dict[Run, dict[str, Any]], arm: str, size: str) -> dict[float, float]:
+    """By learning rate, in their order."""
+    losses = {
+        run.learning_rate: math.inf if math.isnan(result["loss"]) else result["loss"]  # of a run that has diverged
+        for run, result in found.items()
+        if run.is_tuning and (run.arm, run.size) == (arm, size)
+    }
+    return dict(sorted(losses.items()))
+
+
+def carried_rate(ladder: Ladder, found: dict[Run, dict[str, Any]], arm: str, size: str) -> float:
+    """The geometric mean of the best rates of the tuned sizes, each carried over by its width."""
+    rates = []
+    for tuned in list(ladder.sizes)[: ladder.tuned_sizes]:
+        losses = tuning_losses(found, arm, tuned)
+        ratio = ladder.model_config_of(arm, size).hidden_size / ladder.model_config_of(arm, tuned).hidden_size
+        rates.append(math.log(min(losses, key=losses.__getitem__)) + ladder.rate_exponent * math.log(ratio))
+    return float(f"{math.exp(sum(rates) / len(rates)):.3g}")
+
+
+def runs_left(ladder: Ladder, found: dict[Run, dict[str, Any]]) -> Iterator[Run]:
+    """What has no result yet, as far as it can be told: all sweeps, and then seed by seed, from small to large."""
+    tuned = [(arm, size) for size in list(ladder.sizes)[: ladder.tuned_sizes] for arm in ladder.arms]
+    rates = {of: next_rate(tuning_losses(found, *of), ladder.rates) for of in tuned}
+    yield from (Run(*of, TUNING_SEED, rate) for of, rate in rates.items() if rate is not None)
+    if any(rate is not None for rate in rates.values()):
+        return
+    for seed in range(ladder.seeds):
+        for size in ladder.sizes:
+            for arm in ladder.arms:
+                run = Run(arm, size, seed, carried_rate(ladder, found, arm, size))
+                if run not in found:
+                    yield run
+
+
+def run_ladder(path: str | Path, output: str | Path) -> list[Path]:
+    """Train all runs of a ladder that have no result in `output` yet, and measure the time of a step of each model.
+
+    Returns:
+        The files that were written.
+
+    Raises:
+        ValueError: if the ladder does not fit, or `output` has results of another one.
+    """
+    ladder, output = read_ladder(path), Path(output)
+    text = yaml.safe_dump(_as_yaml(ladder), sort_keys=False)  # the order of sizes and arms counts
+    kept = output / LADDER_FILE
+    if kept.exists() and kept.read_text(encoding="utf-8") != text:
+        raise ValueError(f"`{output}` has runs of another ladder, see {kept}. Choose another folder.")
+    output.mkdir(parents=True, exist_ok=True)
+    write_file(kept, text)
+    for size in ladder.sizes:
+        console.print(
+            f"{size}: {ladder.num_parameters(size):,} parameters, {ladder.steps_of(size):,} steps,"
+            f" {ladder.compute_of(size):.1e} FLOPs a run",
+            highlight=False,
+        )
+    while run := next(runs_left(ladder, results_of(output)), None):
+        result = train(ladder, run, output / "work")
+        write_file(output / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
+        console.print(f"{run.name}: {result['loss']:.4f}, {result['seconds']:.0f} s", highlight=False)
+    shutil.rmtree(output / "work", ignore_errors=True)
+    if not (output / TIMES_FILE).exists():
+        write_file(output / TIMES_FILE, json.dumps(measure_times(ladder), indent=1) + "\n")
+    return [kept, output / "runs", output / TIMES_FILE]
+
+
+def _as_yaml(ladder: Ladder) -> dict[str, Any]:
+    return {**asdict(ladder), "rates": list(ladder.rates)}
+
+
+def train(ladder: Ladder, run: Run, work: Path) -> dict[str, Any]:
+    """Train one run; its figures."""
+    steps, folder = ladder.steps_of(run.size), work / run.name
+    defaults = {"save_steps": max(1, steps // 4), "save_total_limit": 1, "logging_steps": max(1, steps // 10)}
+    result = pretrain(
+        {
+            **{**defaults, "report_to": "none", "eval_on_start": False, "eval_steps": steps},
+            **ladder.training,
+            "dataset": ladder.dataset,
+            "eval_dataset": ladder.tuning_dataset if run.is_tuning else ladder.eval_dataset,
+            "tokenizer": ladder.tokenizer,
+            "model_config": ladder.config_of(run.arm, run.size),
+            "output_dir": str(folder),
+            "max_steps": steps,
+            "learning_rate": run.learning_rate,
+            "warmup_steps": max(1, steps // 20),
+            "seed": run.seed,
+        }
+    )
+    history = json.loads((folder / "history.json").read_text(encoding="utf-8"))
+    shutil.rmtree(folder)
+    return {
+        "run": asdict(run),
+        "loss": result.losses[-1],
+        "parameters": ladder.num_parameters(run.size),
+        "trainable_parameters": result.trainable_parameters,
+        "tokens": steps * ladder.tokens_per_step,
+        "compute": ladder.compute_of(run.size),
+        "train_loss": {entry["step"]: entry["loss"] for entry in history if "loss" in entry},
+        "seconds": sum(entry.get("train_runtime", 0.0) for entry in history),
+        "transformers": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def measure_times(ladder: Ladder, pairs: int = 15) -> dict[str, dict[str, float]]:
+    """By size and arm, the time of a training step relative to PreNorm's, in one process by turns: medians."""
+    times = {}
+    length = ladder.training.get("max_length", 1024)
+    for size in ladder.sizes:
+        set_seed(0)
+        rows = torch.randint(ladder.model_config_of(ladder.baseline, size).vocab_size, (8, length))
+        models = [AutoModelForCausalLM.from_config(ladder.model_config_of(arm, size)).train() for arm in ladder.arms]
+
+        def step(model, rows=rows):
+            model(rows, labels=rows, use_cache=False).loss.backward()
+
+        seconds = alternate([lambda model=model: step(model) for model in models], pairs, f"Steps of {size}")
+        ratios = (seconds / seconds[:, :1]).median(dim=0).values
+        times[size] = dict(zip(ladder.arms, ratios.tolist()))
+    return times

@@ -1,0 +1,56 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The fitted laws of a ladder, and those of the paper beside them."""
+
+import json
+from pathlib import Path
+
+import matplotlib
+
+
+matplotlib.use("Agg")
+import matplotlib.pyplot as plt  # noqa: E402
+import numpy as np  # noqa: E402
+
+from ..outputs import COLOURS, write_figure  # noqa: E402
+from .fit import read_losses  # noqa: E402
+from .ladder import LADDER_FILE, read_ladder  # noqa: E402
+
+
+# arXiv 2603.15031: A and b, over the compute of its five sizes
+PAPER = {"PreNorm": (1.891, 0.057), "Block": (1.870, 0.058), "Full": (1.865, 0.057)}
+PAPER_COMPUTE = (0.4, 5.6)
+STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))  # to be told apart in grey
+
+
+def plot_ladder(output: str | Path) -> list[Path]:
+    """Draw `scaling.png` and `scaling.svg` of a ladder that was fitted.
+
+    Raises:
+        ValueError: if it was not.
+    """
+    output = Path(output)
+    if not (output / "fit.json").exists():
+        raise ValueError(f"`{output}` has no fit.json: `attnres scaling fit {output}` makes it.")
+    results = json.loads((output / "fit.json").read_text(encoding="utf-8"))
+    compute, losses = read_losses(read_ladder(output / LADDER_FILE), output)
+    figure, (ours, paper) = plt.subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
+    for (arm, found), colour, (marker, line) in zip(results["arms"].items(), COLOURS, STYLES):
+        along = np.geomspace(compute[0], compute[-1])
+        ours.plot(along, found["A"] * along ** -found["b"], line, color=colour)
+        ours.plot(compute, losses[arm].T, marker, color=colour, markersize=4, alpha=0.6)
+        ours.plot([], [], marker + line, color=colour, label=f"{arm}: {found['A']:.2f} C$^{{-{found['b']:.3f}}}$")
+    for (arm, (a, b)), colour, (_, line) in zip(PAPER.items(), COLOURS, STYLES):
+        along = np.geomspace(*PAPER_COMPUTE)
+        paper.plot(along, a * along**-b, line, color=colour, label=f"{arm}: {a:.3f} C$^{{-{b:.3f}}}$")
+    ours.set(title=f"here, {results['seeds']} seeds (dots)", ylabel="held-out loss, nats per token")
+    paper.set(title="the paper (other data and tokens, larger models)")
+    for axis in (ours, paper):
+        axis.set(xscale="log", yscale="log", xlabel="compute C, PFLOP/s-days")
+        axis.yaxis.set_major_formatter("{x:.2f}")
+        axis.yaxis.set_minor_formatter("{x:.2f}")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25, which="both")
+        axis.legend(frameon=False)
+    paths = write_figure(figure, output / "scaling")
+    plt.close(figure)
+    return paths

@@ -1,0 +1,191 @@
+# SPDX-License-Identifier: Apache-2.0
+"""`attnres scaling`: runs of a ladder in their order, a law that is found again, and errors before anything runs."""
+
+import json
+import math
+
+import numpy as np
+import pytest
+import yaml
+
+from attnres.conversion.parity import read_sample
+from attnres.demo import train_tokenizer
+from attnres.scaling import ladder as module
+from attnres.scaling.fit import PFLOPS_DAY, advantage, fit_floor, fit_ladder, fit_law
+from attnres.scaling.ladder import Run, next_rate, read_ladder, results_of, run_ladder, runs_left
+
+
+HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
+FIELDS = {
+    "dataset": "train.jsonl",
+    "tuning_dataset": "tuning.jsonl",
+    "eval_dataset": "eval.jsonl",
+    "tokenizer": "tokenizer",
+    "model_config": {"base_model_type": "llama", "vocab_size": 400, "max_position_embeddings": 64, **HEADS},
+    "sizes": {
+        "small": {"num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32},
+        "large": {"num_hidden_layers": 3, "hidden_size": 32, "intermediate_size": 64},
+    },
+    "arms": {"prenorm": None, "blocks": {"num_blocks": 2}, "full": {"attn_res_block_size": 1}},
+    "seeds": 2,
+    "tokens_per_parameter": 0.2,
+    "rates": [1e-2, 2e-2],
+    "tuned_sizes": 1,
+    "training": {"max_length": 32, "per_device_train_batch_size": 4, "use_cpu": True, "disable_tqdm": True},
+}
+
+
+@pytest.fixture
+def folder(tmp_path, monkeypatch):
+    """A ladder, its texts and its tokenizer."""
+    monkeypatch.chdir(tmp_path)
+    train_tokenizer([read_sample()] * 3, vocab_size=400).save_pretrained("tokenizer")
+    paragraphs = [text for text in read_sample().split("\n\n") if text.strip()]
+    for i, name in enumerate(("train", "tuning", "eval")):
+        rows = [json.dumps({"text": text}) for text in paragraphs[i::3] * 20]
+        (tmp_path / f"{name}.jsonl").write_text("\n".join(rows))
+    (tmp_path / "ladder.yaml").write_text(yaml.safe_dump(FIELDS, sort_keys=False))
+    return tmp_path
+
+
+def stand_in(monkeypatch, loss_of):
+    """Runs that take no time, and have the losses of a function."""
+    done = []
+
+    def train(ladder, run, work):
+        done.append(run)
+        return {"run": vars(run), "loss": loss_of(ladder, run), "seconds": 0.0}
+
+    monkeypatch.setattr(module, "train", train)
+    monkeypatch.setattr(
+        module, "measure_times", lambda ladder: {size: dict.fromkeys(ladder.arms, 1.25) for size in ladder.sizes}
+    )
+    return done
+
+
+def test_a_law_is_found_again():
+    compute = np.geomspace(1e-6, 1e-3, 5)
+    assert fit_law(compute, 1.9 * compute**-0.06) == pytest.approx((1.9, 0.06))
+    assert fit_floor(compute, 1.2 + 0.5 * compute**-0.1) == pytest.approx((0.5, 0.1, 1.2), rel=1e-2)
+    assert fit_floor(compute, 1.9 * compute**-0.06)[2] == pytest.approx(0.0, abs=0.02)
+    # By the paper's two laws, 1.25 times the compute at 5.6 PFLOP/s-days
+    assert advantage((1.891, 0.057), (1.870, 0.058), 5.6) == pytest.approx(1.25, abs=0.01)
+    assert advantage((1.891, 0.057), (1.870, 0.058), 5.6, time=1.1) == pytest.approx(1.25 / 1.1, abs=0.01)
+
+
+def test_a_sweep_goes_on_beyond_its_ends():
+    assert next_rate({}, (1, 2)) == 1 and next_rate({1: 3.0}, (1, 2)) == 2
+    assert next_rate({1: 3.0, 2: 2.0}, (1, 2)) == 4 and next_rate({1: 2.0, 2: 3.0}, (1, 2)) == 0.5
+    assert next_rate({1: 3.0, 2: 2.0, 4: 2.5}, (1, 2)) is None
+    assert next_rate({1: math.inf, 2: math.inf}, (1, 2)) == 0.5  # all have diverged
+
+
+def test_every_run_once(folder, monkeypatch, run_attnres, capsys):
+    """Sweeps of all arms first; then every seed, size and arm with the rate that was carried over; and the fit."""
+
+    def loss(ladder, run):
+        gain = {"prenorm": 1.0, "blocks": 0.98, "full": 0.97}[run.arm]
+        best = 0.04 if run.arm == "full" else 0.02
+        noise = 1 + 1e-3 * run.seed * (not run.is_tuning)
+        return (
+            gain * noise * (ladder.compute_of(run.size) / PFLOPS_DAY) ** -0.05
+            + math.log(run.learning_rate / best) ** 2
+        )
+
+    done = stand_in(
+        monkeypatch,
+        lambda ladder, run: (
+            loss(ladder, run)
+            if run.is_tuning
+            else loss(ladder, Run(run.arm, run.size, run.seed, 0.04 if run.arm == "full" else 0.02))
+        ),
+    )
+    assert run_attnres("scaling", "run", "ladder.yaml", "-o", "out") == 0
+    tuned = [(run.arm, run.learning_rate) for run in done if run.is_tuning]
+    assert {rate for arm, rate in tuned if arm == "prenorm"} == {0.01, 0.02, 0.04}
+    assert {rate for arm, rate in tuned if arm == "full"} == {0.01, 0.02, 0.04, 0.08}
+    assert all(run.size == "small" for run in done if run.is_tuning)
+    finals = [run for run in done if not run.is_tuning]
+    assert len(finals) == 2 * 2 * 3 == len(set(finals))
+    rates = {(run.arm, run.size): run.learning_rate for run in finals}
+    assert rates["full", "small"] == 0.04 and rates["full", "large"] == pytest.approx(0.04 / 2**0.5, rel=1e-2)
+    # Nothing is left, and nothing is done twice
+    assert [*runs_left(read_ladder("ladder.yaml"), results_of("out"))] == []
+    run_ladder("ladder.yaml", "out")
+    assert len(done) == len(tuned) + 12
+    capsys.readouterr()
+    assert run_attnres("scaling", "fit", "-o", "out", "--json") == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["arms"]["prenorm"]["b"] == pytest.approx(0.05) and found["arms"]["prenorm"]["A"] == pytest.approx(
+        1.0005
+    )
+    full = found["arms"]["full"]
+    assert full["equal_compute"]["advantage"] == pytest.approx(0.97 ** (-1 / 0.05))
+    assert full["equal_time"]["advantage"] == pytest.approx(0.97 ** (-1 / 0.05) / 1.25)
+    low, high = full["interval_A"]
+    assert 0.97 <= low + 1e-9 and high <= 0.97 * 1.001 + 1e-9 and np.abs(full["residuals"]).max() < 1e-9
+    assert run_attnres("scaling", "plot", "-o", "out") == 0
+    assert (folder / "out/scaling.png").stat().st_size > 10_000
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"size": {}}, "`size` is not a field of a ladder"),
+        ({"dataset": None}, "`dataset` is missing"),
+        ({"arms": {"blocks": {"num_blocks": 2}, "prenorm": None}}, "the first of `arms` has to be PreNorm"),
+        ({"arms": {"prenorm": None, "other": None}}, "`arms` needs an AttnRes arm"),
+        ({"arms": {"prenorm": None, "full": {"attn_res_block": 1}}}, "arm `full` at size `small`: "),
+        ({"sizes": dict(reversed(FIELDS["sizes"].items()))}, "from small to large"),
+        ({"tuned_sizes": 3}, "`tuned_sizes` of them"),
+        ({"rates": [1e-3]}, "two `rates`"),
+        ({"training": {"seed": 3}}, "`seed` in `training` is another one in each run"),
+    ],
+)
+def test_bad_ladders(folder, change, message):
+    fields = {name: value for name, value in {**FIELDS, **change}.items() if value is not None}
+    (folder / "ladder.yaml").write_text(yaml.safe_dump(fields, sort_keys=False))
+    with pytest.raises(ValueError, match=message):
+        run_ladder("ladder.yaml", "out")
+    assert not (folder / "out").exists()
+
+
+def test_what_is_missing(folder, monkeypatch, run_attnres, capsys):
+    for step, said in (("fit", "has no runs of a ladder"), ("plot", "has no fit.json")):
+        assert run_attnres("scaling", step, "-o", "out") == 1 and said in capsys.readouterr().err
+    assert run_attnres("scaling", "run", "-o", "out") == 2 and run_attnres("scaling", "fit", "ladder.yaml") == 2
+    done = stand_in(monkeypatch, lambda ladder, run: 3.0 if len(done) < 6 else 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        run_ladder("ladder.yaml", "out")
+    with pytest.raises(ValueError, match="12 of 12 runs have no result"):
+        fit_ladder("out")
+    (folder / "ladder.yaml").write_text(yaml.safe_dump({**FIELDS, "seeds": 3}, sort_keys=False))
+    with pytest.raises(ValueError, match="has runs of another ladder"):
+        run_ladder("ladder.yaml", "out")
+
+
+@pytest.mark.slow
+def test_a_ladder(folder, run_attnres):
+    """Really trained, and interrupted on the way."""
+    train, count = module.train, []
+
+    def interrupted(*arguments):
+        count.append(1)
+        if len(count) == 4:
+            raise KeyboardInterrupt
+        return train(*arguments)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "train", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            run_ladder("ladder.yaml", "out")
+    assert len(results_of("out")) == 3
+    run_ladder("ladder.yaml", "out")
+    results, ladder = results_of("out"), read_ladder("ladder.yaml")
+    assert not (folder / "out/work").exists()
+    for run, result in results.items():
+        assert 2 < result["loss"] < math.log(400) + 3 and result["tokens"] == ladder.steps_of(run.size) * 128
+        assert result["compute"] == 6 * result["parameters"] * result["tokens"]
+    added = {run.arm: r["trainable_parameters"] for run, r in results.items() if run.size == "large"}
+    assert added["full"] == added["blocks"] == added["prenorm"] + 2 * 7 * 32
+    assert run_attnres("scaling", "fit", "-o", "out") == 0 and run_attnres("scaling", "plot", "-o", "out") == 0
