@@ -51,6 +51,8 @@ def plot_ladder(output: str | Path) -> list[Path]:
         axis.spines[["top", "right"]].set_visible(False)
         axis.grid(alpha=0.25, which="both")
         axis.legend(frameon=False)
+    paper.set_xticks([0.5, 1, 2, 5], ["0.5", "1", "2", "5"])
+    paper.set_xticks([], minor=True)
     paths = write_figure(figure, output / "scaling")
     plt.close(figure)
     return paths

@@ -3,6 +3,8 @@
 
 import json
 import math
+import re
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -162,6 +164,17 @@ def test_what_is_missing(folder, monkeypatch, run_attnres, capsys):
     (folder / "ladder.yaml").write_text(yaml.safe_dump({**FIELDS, "seeds": 3}, sort_keys=False))
     with pytest.raises(ValueError, match="has runs of another ladder"):
         run_ladder("ladder.yaml", "out")
+
+
+def test_ladders_that_are_shown(tmp_path):
+    """That of the docs and our own, whose sizes are named by their parameters."""
+    root = Path(__file__).parents[1]
+    (shown,) = re.findall(r"```yaml\n(.*?)```", (root / "docs/how_to/scaling.md").read_text(), flags=re.DOTALL)
+    (tmp_path / "ladder.yaml").write_text(shown)
+    for path in (tmp_path / "ladder.yaml", root / "benchmarks/scaling/ladder.yaml"):
+        ladder = read_ladder(path)
+        for size in ladder.sizes:
+            assert ladder.num_parameters(size) == pytest.approx(1000 * int(size.removesuffix("k")), rel=0.05)
 
 
 @pytest.mark.slow
