@@ -15,7 +15,7 @@ import torch
 from decoder_configs import decoder_config
 from rounding import UpToRounding
 from safetensors.torch import load_file, save_file
-from tiny_models import EVERY_FAMILY, randomize_queries, tiny_base_model
+from tiny_models import EVERY_FAMILY, randomize_queries, tiny_base_config, tiny_base_model
 from tiny_models import convert as convert_in_memory
 from transformers import (
     AutoConfig,
@@ -585,7 +585,11 @@ def test_wrong_values_in_a_config(tmp_path):
 @pytest.mark.parametrize("family", ["llama", "mixtral"])
 def test_every_field_of_a_config_wrong_once(family, tmp_path):
     config = make_small_base(family, tmp_path)
+    # Of a mixture of experts those that Llama does not have
+    others = set() if family == "llama" else {*FURTHER_FIELDS, *tiny_base_config("llama").to_dict()}
     for field, value in wrong_configs(config, WRONG_VALUES):
+        if field in others:
+            continue
         check_wrong_config(config, field, value, tmp_path / "base", tmp_path / "out", tmp_path / "text.txt")
 
 
@@ -731,7 +735,7 @@ def test_two_at_once(base, tmp_path):
 
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
-    """SIGKILL at 50 random moments: nothing or everything is there, the source is untouched, and a rerun works."""
+    """SIGKILL at 24 random moments: nothing or everything is there, the source is untouched, and a rerun works."""
     source, destination = tmp_path / "base", tmp_path / "attnres"
     model = tiny_base_model("llama", hidden_size=256, intermediate_size=6144)
     model.save_pretrained(source, max_shard_size="20MB")
@@ -757,7 +761,7 @@ def test_killed_at_any_moment(tmp_path):
         shutil.rmtree(destination)
     generator = random.Random(0)
     outcomes = []
-    for i in range(50):
+    for i in range(24):
         verify_too = i % 10 == 0
         if i % 4 < 2:  # the others find what the last one has left
             shutil.rmtree(tmp_path / ".attnres.unfinished", ignore_errors=True)
