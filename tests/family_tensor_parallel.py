@@ -23,7 +23,7 @@ from attnres.training.stages import add_up_gradients, divide_matrices
 def difference(rank: int, family: str, pp_size: int = 1) -> float:
     """The largest of all gradients after several microbatches, relative; see `worst_gradient`."""
     mesh = init_device_mesh("cpu", (pp_size, dist.get_world_size() // pp_size), mesh_dim_names=("pp", "tp"))
-    model = model_of(family).train()
+    model = model_of(family)  # in evaluation mode: what is drawn, as for dropout, would be other numbers
     model(BATCH, labels=BATCH, use_cache=False).loss.backward()
     of_own_heads = []
     pipeline = pipeline_of(
