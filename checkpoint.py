@@ -28,7 +28,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
-from .configuration_attnres import base_config_class
+from .base_config import base_config_class
 from .sources import hub_can_be_reached, hub_errors_explained, local_folder, read_config_dict, read_json
 
 

@@ -1,14 +1,17 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""What crosses between two pipeline stages: all sources of a residual stream, as one tensor."""
+"""Slices of the layers, as pipeline stages run them, and what crosses between two: all sources, as one tensor."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import torch
+from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from .configuration_attnres import AttnResConfig
+from .depth_forward import HANDED
+from .depth_probe import decoder_layers, probe_slices
 from .depth_stream import DepthStream
 
 
@@ -38,14 +41,18 @@ def stream_of_sources(trunk: AttnResModel, sources: torch.Tensor, site: int) -> 
     return trunk.start_stream(tuple(sources[:num_blocks]), partial, site, outputs=outputs)
 
 
-def carry_streams(model: PreTrainedModel, entry_site: int):
+def carry_streams(model: PreTrainedModel):
     """Make a stage of `DistributedConfig(pp_size=...)` send and receive streams, where it would a tensor.
 
     Args:
         model: what transformers has made a stage of.
-        entry_site: of its first layer.
+
+    Raises:
+        ValueError: if layers of the base need more from those in front of them than the residual stream.
     """
     stage, trunk = model._pp_stage, model.base_model
+    probe_slices(model.config.to_base_config())
+    entry_site, *_ = (layer.depth_sites[0] for layer in decoder_layers(trunk) if hasattr(layer, "depth_sites"))
     communicate = stage.communicate
 
     def communicate_stream(operation: str, *, tensor: DepthStream | None = None, shape=None, **kwargs):
@@ -61,3 +68,48 @@ def carry_streams(model: PreTrainedModel, entry_site: int):
         return stream_of_sources(trunk, sources, entry_site)
 
     stage.communicate = communicate_stream
+
+
+class PassThrough(nn.Module):
+    """Stands where a slice of the layers has none.
+
+    Args:
+        layer: that is left out, of which the base may read numbers and names.
+        num_values: that the layer returns as a tuple; `None`: hidden states alone.
+    """
+
+    def __init__(self, layer: nn.Module | None = None, num_values: int | None = None):
+        super().__init__()
+        plain = (bool, int, float, str)
+        self.__dict__.update((name, value) for name, value in vars(layer or self).items() if isinstance(value, plain))
+        self.num_values = num_values
+
+    def forward(self, hidden_states, *args, **kwargs):
+        return hidden_states if self.num_values is None else (hidden_states, *[None] * (self.num_values - 1))
+
+
+class SliceEnd(PassThrough):
+    """Stands behind the last layer of a slice. What the base does behind all layers is not done to the stream."""
+
+    def forward(self, stream, *args, **kwargs):
+        HANDED.stream_behind = stream
+        return super().forward(torch.full_like(stream.newest, torch.nan))  # as of a head nothing would be right
+
+
+class AttnResSliceMixin:
+    def keep_layers(self, start: int, end: int):
+        """Leave the layers `start` to `end - 1`, and the final norm behind the last one: a pipeline stage.
+
+        What such a model returns as `last_hidden_state` in front of the last stage is a `DepthStream`.
+
+        Raises:
+            ValueError: if layers of the base need more from those in front of them than the residual stream.
+        """
+        layers, probe = decoder_layers(self), probe_slices(self.config.to_base_config())
+        for i, of_layer in enumerate(probe.probed):
+            if not start <= i < end:
+                layers[i] = (SliceEnd if i == end else PassThrough)(layers[i], of_layer.num_values)
+        if end < len(layers):
+            present = {name for name, _ in self.named_modules()}  # a model with a head may have no pooler
+            for name in present & (probe.behind - probe.in_front):
+                self.set_submodule(name, PassThrough())

@@ -30,7 +30,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 
-from .configuration_attnres import READS
+from .attn_res_fields import READS
 from .depth_attention import BlockCache, by_head, inverse_rms, key_length, mix_and_norm, norm_of, source_scores
 from .depth_backends import get_backend
 from .depth_stream import DepthStream, register_stream

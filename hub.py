@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 from .checkpoint import COMPANIONS, INDEX_NAME, Checkpoint, open_checkpoint, refuse_links_out
 from .configuration_attnres import AttnResConfig
 from .model_cards import code_files, code_metadata, model_card, read_metadata
-from .modeling_attnres import REMOTE_CODE_AUTO_MAP
+from .saving_attnres import REMOTE_CODE_AUTO_MAP
 from .sources import HTTPError
 
 

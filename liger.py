@@ -35,7 +35,7 @@ def apply_liger_kernel_to_attnres(
     """
     from liger_kernel.transformers.monkey_patch import MODEL_TYPE_TO_APPLY_LIGER_FN
 
-    from .modeling_attnres import _with_depth_attentions
+    from .depth_forward import with_depth_attentions
 
     if model is None:
         raise ValueError("Liger's kernels are put into an AttnRes model that is there: pass it as `model`.")
@@ -58,4 +58,4 @@ def apply_liger_kernel_to_attnres(
     # Of the base, whose class the model is of as well
     apply_to_base(model=model, **{name: value for name, value in kwargs.items() if name in known})
     if "forward" in vars(model):  # the base's with a fused loss
-        model.forward = MethodType(_with_depth_attentions(model.forward.__func__), model)
+        model.forward = MethodType(with_depth_attentions(model.forward.__func__), model)

@@ -17,9 +17,10 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
+from .base_classes import class_by_name
 from .configuration_attnres import AttnResConfig
 from .generation_attnres import AttnResGenerationMixin
-from .modeling_attnres import AttnResModel, AttnResPreTrainedModel, class_by_name
+from .modeling_attnres import AttnResModel, AttnResPreTrainedModel
 
 
 class AttnResMultimodalConfig(PreTrainedConfig):

@@ -40,8 +40,8 @@ from transformers import (  # noqa: E402
 from transformers.cache_utils import DynamicLayer  # noqa: E402
 
 from ..configuration_attnres import AttnResConfig  # noqa: E402
+from ..depth_queries import AttnResDepthQueries
 from ..depth_reads import Read
-from ..modeling_attnres import AttnResDepthQueries
 from ..outputs import write_figure, write_file
 from ..runtime import is_dtype
 

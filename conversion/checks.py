@@ -8,9 +8,9 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
+from ..base_config import check_base_model_type, rename_architectures
 from ..checkpoint import QUERY_NAMES, ZERO_AT_FIRST, Checkpoint
-from ..configuration_attnres import AttnResConfig, check_base_model_type
-from ..configuration_attnres import _rename_architectures as rename_architectures
+from ..configuration_attnres import AttnResConfig
 from ..depth_probe import probe_sublayers
 from ..model_cards import PIPELINE_TAGS
 from ..modeling_attnres import (

@@ -11,10 +11,11 @@ from transformers import PreTrainedConfig
 
 from ..checkpoint import PROJECTION_NAMES, QUERY_NAMES, Checkpoint, open_checkpoint
 from ..configuration_attnres import AttnResConfig
+from ..depth_queries import AttnResDepthQueries
 from ..depth_reads import Read
-from ..modeling_attnres import REMOTE_CODE_AUTO_MAP, AttnResDepthQueries
 from ..multimodal_attnres import AttnResMultimodalConfig
 from ..reports import ConversionReport
+from ..saving_attnres import REMOTE_CODE_AUTO_MAP
 from ..sources import read_config_dict
 from .checks import (
     MODEL_TYPES,

@@ -22,8 +22,9 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
+from ..base_config import base_config_class
 from ..checkpoint import QUERY_NAMES, Checkpoint, config_errors_explained, open_checkpoint
-from ..configuration_attnres import AttnResConfig, base_config_class
+from ..configuration_attnres import AttnResConfig
 from ..depth_reads import Read
 from ..reports import ConversionReport
 from ..sources import read_config_dict

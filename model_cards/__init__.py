@@ -40,10 +40,11 @@ PIPELINE_TAGS = {
 }
 # Of the base's metadata, what holds for a conversion of it
 INHERITED = ("license", "license_name", "license_link", "language")
-# What a checkpoint that carries its code consists of, see `modeling_attnres.REMOTE_CODE_AUTO_MAP`
+# What a checkpoint that carries its code consists of, see `saving_attnres.REMOTE_CODE_AUTO_MAP`
 CODE_FILES = (
-    *("configuration_attnres.py", "depth_attention.py", "depth_backends.py", "depth_pipeline.py"),
-    *("depth_probe.py", "depth_reads.py", "depth_stream.py", "generation_attnres.py", "modeling_attnres.py"),
+    *("attn_res_fields.py", "base_classes.py", "base_config.py", "configuration_attnres.py", "depth_attention.py"),
+    *("depth_backends.py", "depth_forward.py", "depth_pipeline.py", "depth_probe.py", "depth_queries.py"),
+    *("depth_reads.py", "depth_stream.py", "generation_attnres.py", "modeling_attnres.py", "saving_attnres.py"),
 )
 
 

@@ -18,9 +18,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attnres.configuration_attnres import AttnResConfig
 from attnres.conversion.files import hidden_folder
-from attnres.depth_pipeline import num_sources
+from attnres.depth_pipeline import PassThrough, num_sources
 from attnres.depth_probe import decoder_layers, probe_slices
-from attnres.modeling_attnres import AttnResDepthQueries, AttnResForCausalLM, PassThrough
+from attnres.depth_queries import AttnResDepthQueries
+from attnres.modeling_attnres import AttnResForCausalLM
 
 from .routing import StageRoute, route_blocks
 from .stage import AttnResStage, BlockStore, StageModule

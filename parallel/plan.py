@@ -12,11 +12,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from attnres.base_classes import DepthReader
 from attnres.configuration_attnres import AttnResConfig
 from attnres.depth_pipeline import num_sources
 from attnres.depth_probe import DrawnOnce, FirstOfAll, decoder_layers, probe_slices
+from attnres.depth_queries import AttnResDepthQueries
 from attnres.families import read_decoder_config
-from attnres.modeling_attnres import AttnResDepthQueries, AttnResForCausalLM, DepthReader
+from attnres.modeling_attnres import AttnResForCausalLM
 
 from .pipeline import V_SCHEDULES, ranks_of_stages, sites_of_stages, spread
 from .routing import num_transfers, route_blocks

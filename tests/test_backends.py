@@ -23,7 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnres
 from attnres import depth_attention, depth_backends, depth_stream
-from attnres.modeling_attnres import DepthReader, of_both
+from attnres.base_classes import DepthReader, of_both
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")

@@ -17,9 +17,9 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres import BlockCache, DepthRecorder, DepthStream
+from attnres.base_classes import DepthReader, of_both
 from attnres.depth_attention import depth_attention_reference
 from attnres.depth_stream import checkpoint_stream
-from attnres.modeling_attnres import DepthReader, of_both
 
 
 EPS = 1e-6

@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
 from attnres import AttnResConfig, AttnResForCausalLM, DepthRecorder, set_backend
+from attnres.attn_res_fields import READS
 from attnres.cli import app
 from attnres.cli_convert import convert as convert_command
-from attnres.configuration_attnres import READS
 from attnres.conversion import convert, revert
 from attnres.depth_attention import depth_attention_reference
 from attnres.depth_reads import WEIGHTS, HeadScores, Read, TokenScores, read_by_definition, weights_by_definition

@@ -12,9 +12,10 @@ from mutations import MUTATIONS
 ROOT = Path(__file__).parents[1]
 # A room is a folder, or a file beside `__init__.py`. Each may import those in front of it
 ROOMS = (
-    *("depth_backends", "depth_attention", "triton_kernels", "depth_stream", "depth_probe", "configuration_attnres"),
-    *("depth_reads", "depth_pipeline"),
-    *("generation_attnres", "modeling_attnres", "multimodal_attnres"),
+    *("depth_backends", "depth_attention", "triton_kernels", "depth_stream", "depth_probe"),
+    *("base_config", "attn_res_fields", "configuration_attnres", "depth_reads", "depth_queries", "base_classes"),
+    *("generation_attnres", "depth_forward", "depth_pipeline", "saving_attnres", "modeling_attnres"),
+    "multimodal_attnres",
     *("outputs", "runtime", "fingerprint", "rows", "sources", "checkpoint", "reports", "families", "liger"),
     *(
         "eval",
@@ -35,7 +36,7 @@ ROOMS = (
 # What is imported when it is first needed, by a file that is loaded before it
 UPWARD = {
     ("depth_backends", "depth_attention"): "a backend is tried on the operator",
-    ("modeling_attnres", "model_cards"): "`push_to_hub` writes a card where the package is installed",
+    ("saving_attnres", "model_cards"): "`push_to_hub` writes a card where the package is installed",
     ("cli", "__main__"): "`python -m attnres.cli` is the program as well",
 }
 FILES = sorted(

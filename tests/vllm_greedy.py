@@ -66,7 +66,7 @@ def make(family: str, folder: Path, options: dict):
     from tiny_models import randomize_queries
 
     from attnres.demo import train_tokenizer
-    from attnres.modeling_attnres import REMOTE_CODE_AUTO_MAP
+    from attnres.saving_attnres import REMOTE_CODE_AUTO_MAP
 
     tokenizer = train_tokenizer([Path(os.__file__).read_text()], vocab_size=512)
     settings = {"vocab_size": len(tokenizer), "bos_token_id": 0, **SIZES, **SETTINGS.get(family, {})}

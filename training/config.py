@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from ..configuration_attnres import base_config_class
+from ..base_config import base_config_class
 from .adapters import lora_config, queries_config
 from .trainer import AttnResTrainingArguments
 

@@ -23,8 +23,8 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, get_scheduler
 
 from .. import families
+from ..depth_pipeline import PassThrough
 from ..depth_probe import decoder_layers
-from ..modeling_attnres import PassThrough
 from ..outputs import write_file
 from ..parallel import AttnResPipeline
 from ..parallel.pipeline import ranks_of_stages, spread

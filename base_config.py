@@ -1,0 +1,155 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""What is known of the configuration of a base: its class, the fields that it gives a meaning to, its other names."""
+
+import copy
+import difflib
+import functools
+import inspect
+import re
+from dataclasses import fields
+from typing import Any
+
+from transformers import __version__
+from transformers.configuration_utils import PreTrainedConfig
+from transformers.generation.configuration_utils import GenerationConfig
+
+
+# Decoders that a probe would not refuse, and why they are
+EXCEPTIONS = dict.fromkeys(
+    ("attnres", "attnres_multimodal", "inkling2", "inkling2_text"), "it is an attention-residual architecture already"
+)
+
+# Class attributes of a base config that transformers looks up on the config: ours belong to an instance
+MIRRORED_ATTRIBUTES = (
+    *("attribute_map", "base_model_tp_plan", "base_model_ep_plan", "default_theta", "sub_configs"),
+    "ignore_keys_at_rope_validation",
+)
+# Keywords of `PreTrainedConfig.__init__` that are no dataclass fields
+_GENERIC_KEYWORDS = {
+    *("name_or_path", "model_type", "torch_dtype", "num_labels", "output_attentions", "attn_implementation"),
+    *("experts_implementation", "per_layer_config", "auto_map", "quantization_config", "distributed_config"),
+    *("gradient_checkpointing", "tokenizer_class", "tie_last_hidden_states", "is_decoder", "is_causal"),
+    *("output_depth_attentions", "ignore_keys_at_rope_validation"),
+}
+_ROPE_KEYWORDS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
+
+
+def check_base_model_type(base_model_type: str):
+    """Raise a `ValueError` that says why, if `base_model_type` cannot be a base."""
+    if not isinstance(base_model_type, str):
+        raise ValueError(
+            f"`base_model_type={base_model_type!r}` must be the model type of a decoder, a string such as 'qwen3',"
+            f" not {name_type(base_model_type)}."
+        )
+    if base_model_type in EXCEPTIONS:
+        raise ValueError(f"`base_model_type={base_model_type!r}` is not supported: {EXCEPTIONS[base_model_type]}.")
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if base_model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
+        return
+    # Others may have been registered, with code of their own
+    if base_model_type not in CONFIG_MAPPING or CONFIG_MAPPING[base_model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        close = difflib.get_close_matches(base_model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
+        raise ValueError(
+            f"`base_model_type={base_model_type!r}` is not supported: transformers {__version__} has no causal"
+            " language model of this type." + (f" Did you mean {' or '.join(close)}?" if close else "")
+        )
+
+
+def name_type(value: Any) -> str:
+    name = type(value).__name__
+    if value is None:
+        return "None"
+    return f"{'an' if name[0] in 'aeiou' else 'a'} {name}"
+
+
+def base_config_class(base_model_type: str) -> type[PreTrainedConfig]:
+    """The configuration class of a base architecture."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    check_base_model_type(base_model_type)
+    return CONFIG_MAPPING[base_model_type]
+
+
+@functools.lru_cache
+def base_keywords(base_class: type[PreTrainedConfig]) -> frozenset[str]:
+    """Names that a base architecture's own config gives a meaning to, generic ones left out."""
+    names = {field.name for field in fields(base_class)} | {*vars(base_class())} | _ROPE_KEYWORDS
+    names |= {*base_class.attribute_map, *base_class.attribute_map.values()}
+    # Keywords that only its `__post_init__` knows: spellings of the released checkpoints
+    names |= {*re.findall(r'kwargs\.(?:pop|get)\("(\w+)"', inspect.getsource(base_class.__post_init__))}
+    generic = {field.name for field in fields(PreTrainedConfig)} | _GENERIC_KEYWORDS
+    return frozenset(name for name in names - generic if is_field(name, base_class))
+
+
+def is_field(name: str, base_class: type[PreTrainedConfig]) -> bool:
+    return not name.startswith("_") or name in {field.name for field in fields(base_class)}
+
+
+def is_known(name: str, base_class: type[PreTrainedConfig]) -> bool:
+    return (
+        name in base_keywords(base_class)  # type: ignore[arg-type]
+        or name in _GENERIC_KEYWORDS
+        or name in GenerationConfig._get_default_generation_params()
+        or name.startswith("_")
+    )
+
+
+def check_known(kwargs: dict[str, Any], base_class: type[PreTrainedConfig], own: list[str]):
+    """Raise a `ValueError` for a keyword that is neither of the base, nor generic, nor of our `own` fields."""
+    for name, value in kwargs.items():
+        if name in own or is_known(name, base_class):
+            continue
+        close = difflib.get_close_matches(name, [*base_keywords(base_class), *own], n=3)  # type: ignore[arg-type]
+        raise ValueError(
+            f"Unknown field `{name}={value!r}` for an AttnRes model on base `{base_class.model_type}`."
+            f" Allowed are the fields of `{base_class.__name__}` and"
+            f" {', '.join(name for name in own if name.startswith(('base_model_type', 'attn_res_')))}."
+            + (f" Did you mean {' or '.join(close)}?" if close else "")
+        )
+
+
+def adopt_base_dict(config_dict: dict[str, Any]) -> dict[str, Any]:
+    """Read the config dict of a base checkpoint as that of the AttnRes model which computes the same."""
+    model_type = config_dict.get("model_type", "attnres")
+    if model_type == "attnres":
+        return config_dict
+    check_base_model_type(model_type)
+    architectures = rename_architectures(config_dict.get("architectures"), model_type, to_base=False)
+    return {
+        "attn_res_scale_norm_eps": True,
+        **config_dict,
+        "model_type": "attnres",
+        "base_model_type": model_type,
+        "architectures": architectures,
+    }
+
+
+def rename_architectures(architectures: list[str] | None, base_model_type: str, to_base: bool) -> list[str] | None:
+    """`Qwen3ForCausalLM` <-> `AttnResForCausalLM`; names that are of neither kind stay."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+    if architectures is None:
+        return None
+    causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(base_model_type)
+    if causal_lm is None:  # it has been registered
+        causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)].__name__
+    base = re.sub("ForCausalLM$|LMHeadModel$", "", causal_lm)
+    old, new, old_lm, new_lm = base, "AttnRes", causal_lm, "AttnResForCausalLM"
+    if to_base:
+        old, new, old_lm, new_lm = new, old, new_lm, old_lm
+    return [new_lm if name == old_lm else re.sub(rf"^{old}(?=For|Model$)", new, name) for name in architectures]
+
+
+def per_layer(config: PreTrainedConfig) -> dict[str, Any]:
+    """What a config has for single layers, as the keyword that it came from."""
+    spec = vars(config).get("_heterogeneity_spec")
+    return {} if spec is None else {"per_layer_config": copy.deepcopy(spec.per_layer_overrides)}
+
+
+def copy_private(source: PreTrainedConfig, target: PreTrainedConfig):
+    """Copy where a config came from and which implementations it asks for, which are no keywords of `__init__`."""
+    for name in ("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions"):
+        target.__dict__[name] = vars(source)[name]
+    target._name_or_path = source._name_or_path

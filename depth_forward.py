@@ -1,0 +1,78 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The forward pass of a base, with what goes around its code to the first layer, and with streams read in outputs."""
+
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.utils import ModelOutput
+
+from .depth_stream import DepthRecorder, DepthStream
+from .generation_attnres import depth_output_class
+
+
+# What the forward pass that runs in this thread hands to the first layer of its model, around the code of the base,
+# which may have no way for it: `value`, `(model, recorder, stream)`. And the way back, of a slice: `stream_behind` its
+# last layer. Not a context variable, as compilers do not know these
+HANDED = threading.local()
+
+
+def with_depth_attentions(base_forward: Callable) -> Callable:
+    """The forward of a base, which also takes `output_depth_attentions` and a `depth_recorder`.
+
+    The recorder goes to the first layer; see `AttnResModel.enter_layer`.
+    """
+
+    @functools.wraps(base_forward)  # Trainer and `generate` look at the names of the arguments
+    def forward(self, *args, output_depth_attentions: bool | None = None, depth_recorder=None, **kwargs):
+        outer = getattr(HANDED, "value", None)
+        if outer is not None and outer[0] is self.trunk:  # called by the model with a head: it has seen to all
+            return base_forward(self, *args, **kwargs)
+        if output_depth_attentions is None:
+            output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
+        if output_depth_attentions and depth_recorder is None:
+            depth_recorder = DepthRecorder(outputs=None)
+        stream = kwargs["inputs_embeds"] if isinstance(kwargs.get("inputs_embeds"), DepthStream) else None
+        if stream is not None:
+            # Of what the base makes of it nothing is read; see `probe_slices`
+            kwargs["inputs_embeds"] = torch.zeros_like(stream.newest)
+        if output_depth_attentions:
+            return_dict = kwargs.pop("return_dict", None)
+            return_dict = self.config.return_dict if return_dict is None else return_dict
+            kwargs["return_dict"] = True
+        HANDED.value, HANDED.stream_behind = (self.trunk, depth_recorder, stream), None
+        try:
+            outputs = _with_tensors(base_forward(self, *args, **kwargs))
+        finally:
+            HANDED.value, HANDED.stream_behind = outer, None
+        if not output_depth_attentions:
+            return outputs
+        weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
+        output_class = depth_output_class(type(outputs))  # type: ignore[arg-type]
+        outputs = output_class(**outputs, depth_attentions=weights)
+        return outputs if return_dict else outputs.to_tuple()
+
+    return forward
+
+
+def _with_tensors(outputs: Any) -> Any:
+    """The outputs of a model, in which hidden states of the layers are streams: of each what the next layer reads.
+
+    The last hidden state of a slice is the stream behind it.
+    """
+    behind = HANDED.stream_behind
+    if isinstance(outputs, ModelOutput):
+        if outputs.get("hidden_states") is not None:
+            outputs["hidden_states"] = tuple(_read(state) for state in outputs["hidden_states"])
+        if behind is not None:
+            outputs["last_hidden_state"] = behind
+    elif isinstance(outputs, tuple):
+        outputs = tuple(tuple(map(_read, part)) if isinstance(part, tuple) else part for part in outputs)
+        return outputs if behind is None else (behind, *outputs[1:])
+    return outputs
+
+
+def _read(value):
+    return value.read() if isinstance(value, DepthStream) else value
