@@ -11,7 +11,7 @@ from transformers.modeling_utils import PreTrainedModel
 
 from .configuration_attnres import AttnResConfig
 from .depth_forward import HANDED
-from .depth_probe import decoder_layers, probe_slices
+from .depth_probe import Probe, decoder_layers, probe_slices
 from .depth_stream import DepthStream
 
 
@@ -97,15 +97,19 @@ class SliceEnd(PassThrough):
 
 
 class AttnResSliceMixin:
-    def keep_layers(self, start: int, end: int):
+    def keep_layers(self, start: int, end: int, probe: Probe | None = None):
         """Leave the layers `start` to `end - 1`, and the final norm behind the last one: a pipeline stage.
 
         What such a model returns as `last_hidden_state` in front of the last stage is a `DepthStream`.
 
+        Args:
+            start, end: layers to keep, `end` not among them.
+            probe: what `probe_slices` gave for this base, if it has been called: a run of its layers without weights.
+
         Raises:
             ValueError: if layers of the base need more from those in front of them than the residual stream.
         """
-        layers, probe = decoder_layers(self), probe_slices(self.config.to_base_config())
+        layers, probe = decoder_layers(self), probe or probe_slices(self.config.to_base_config())
         for i, of_layer in enumerate(probe.probed):
             if not start <= i < end:
                 layers[i] = (SliceEnd if i == end else PassThrough)(layers[i], of_layer.num_values)

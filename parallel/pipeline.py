@@ -172,7 +172,7 @@ class AttnResPipeline:
             weight = model.get_output_embeddings().weight
             memo[id(weight)] = nn.Parameter(weight.detach().clone(), weight.requires_grad)
         part = copy.deepcopy(model, memo)
-        part.trunk.keep_layers(mine.start, mine.stop)
+        part.trunk.keep_layers(mine.start, mine.stop, self.probe)
         if not is_last:
             for name, child in part.named_children():
                 if child is not part.trunk:

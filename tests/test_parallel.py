@@ -628,7 +628,7 @@ def test_every_family(one_process, family):
         ends = [0, *itertools.accumulate(pipeline.layers_per_stage)]
         for start, end in zip(ends, ends[1:]):
             part = copy.deepcopy(model.trunk)
-            part.keep_layers(start, end)
+            part.keep_layers(start, end, pipeline.probe)
             stream = part(**{"inputs_embeds": stream} if start else {"input_ids": BATCH}, use_cache=False)[0]
         assert relative(stream, expected) < 2e-6
     model(BATCH, labels=BATCH, use_cache=False).loss.backward()
