@@ -28,11 +28,15 @@ def _is_one_of(choices: tuple[str, ...], value: Any) -> bool:
     return isinstance(value, str) and value in choices
 
 
-# What may be in a field, and that in words
+# Of each field a check of its value, and the allowed values in words
 _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "attn_res_block_size": (is_count, "a number of sublayers >= 1 (1 is Full AttnRes), an int"),
     "attn_res_norm_eps": (lambda x: isinstance(x, float) and 0 <= x < math.inf, "a float >= 0, and finite"),
     "attn_res_scale_norm_eps": (lambda x: isinstance(x, bool), "True or False"),
+    "attn_res_sublayers": (
+        lambda x: x is None or isinstance(x, list) and all(map(is_count, x)),
+        "None, or a list of ints >= 1, one of each layer",
+    ),
     "attn_res_num_heads": (is_count, "a number of heads >= 1 that divides `hidden_size`, an int"),
     "attn_res_query_rank": (lambda x: x is None or is_count(x), "None, or a rank >= 1, an int"),
     **{name: (partial(_is_one_of, of), f"one of {', '.join(of)}") for name, of in READS.items()},
@@ -63,7 +67,7 @@ def check_read(config: PreTrainedConfig):
 
 
 def check_fields_first(config_class: Any) -> Any:
-    """Let our fields fail with a `ValueError` that says what is allowed; `@strict` tells of types, and by itself."""
+    """Check our fields before `@strict` does: it names only the type, and these errors name the allowed values."""
     strict_setattr = config_class.__setattr__
 
     def __setattr__(self, name: str, value: Any):

@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Classes that are of a base and of AttnRes: made when they are needed, one for each base."""
+"""Classes that are both a base's and ours, made when they are needed, and the base's checkpoint conversion."""
 
 import functools
 import threading
@@ -14,7 +14,7 @@ class DepthReader:
     """Makes a norm of the base read: given a stream, it norms what it has read. A mixin, see `of_both`."""
 
     def forward(self, hidden_states, *args, **kwargs):
-        if isinstance(hidden_states, DepthStream):
+        if isinstance(hidden_states, DepthStream) and not args and not kwargs:
             return hidden_states.read(self)
         return super().forward(hidden_states, *args, **kwargs)
 
@@ -58,7 +58,8 @@ class BaseConversions(list):
     copies what is registered for its model type, in the same thread: the question says which base is meant.
     """
 
-    asked = threading.local()
+    # One for all copies of this code in a process (checkpoints may bring some): the last to be imported answers
+    asked = vars(conversion_mapping).setdefault("_attnres_asked", threading.local())
 
     def __deepcopy__(self, memo):
         for name in getattr(self.asked, "base_names", ()):  # as of a native model, that of the class comes first

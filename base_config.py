@@ -14,23 +14,23 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
 
 
-# Decoders that a probe would not refuse, and why they are
+# Decoders that would pass the probe, and why they are refused all the same
 EXCEPTIONS = dict.fromkeys(
     ("attnres", "attnres_multimodal", "inkling2", "inkling2_text"), "it is an attention-residual architecture already"
 )
 
 # Class attributes of a base config that transformers looks up on the config: ours belong to an instance
 MIRRORED_ATTRIBUTES = (
-    *("attribute_map", "base_model_tp_plan", "base_model_ep_plan", "default_theta", "sub_configs"),
-    "ignore_keys_at_rope_validation",
+    "attribute_map base_model_tp_plan base_model_ep_plan default_theta sub_configs ignore_keys_at_rope_validation"
+).split()
+# Keywords of `PreTrainedConfig.__init__` that are not dataclass fields
+_GENERIC_KEYWORDS = set(
+    """
+    name_or_path model_type torch_dtype num_labels output_attentions attn_implementation experts_implementation
+    per_layer_config auto_map quantization_config distributed_config gradient_checkpointing tokenizer_class
+    tie_last_hidden_states is_decoder is_causal output_depth_attentions ignore_keys_at_rope_validation
+    """.split()
 )
-# Keywords of `PreTrainedConfig.__init__` that are no dataclass fields
-_GENERIC_KEYWORDS = {
-    *("name_or_path", "model_type", "torch_dtype", "num_labels", "output_attentions", "attn_implementation"),
-    *("experts_implementation", "per_layer_config", "auto_map", "quantization_config", "distributed_config"),
-    *("gradient_checkpointing", "tokenizer_class", "tie_last_hidden_states", "is_decoder", "is_causal"),
-    *("output_depth_attentions", "ignore_keys_at_rope_validation"),
-}
 _ROPE_KEYWORDS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
 
 
@@ -39,7 +39,7 @@ def check_base_model_type(base_model_type: str):
     if not isinstance(base_model_type, str):
         raise ValueError(
             f"`base_model_type={base_model_type!r}` must be the model type of a decoder, a string such as 'qwen3',"
-            f" not {name_type(base_model_type)}."
+            f" not {type_with_article(base_model_type)}."
         )
     if base_model_type in EXCEPTIONS:
         raise ValueError(f"`base_model_type={base_model_type!r}` is not supported: {EXCEPTIONS[base_model_type]}.")
@@ -57,7 +57,7 @@ def check_base_model_type(base_model_type: str):
         )
 
 
-def name_type(value: Any) -> str:
+def type_with_article(value: Any) -> str:
     name = type(value).__name__
     if value is None:
         return "None"
@@ -80,10 +80,11 @@ def base_keywords(base_class: type[PreTrainedConfig]) -> frozenset[str]:
     # Keywords that only its `__post_init__` knows: spellings of the released checkpoints
     names |= {*re.findall(r'kwargs\.(?:pop|get)\("(\w+)"', inspect.getsource(base_class.__post_init__))}
     generic = {field.name for field in fields(PreTrainedConfig)} | _GENERIC_KEYWORDS
-    return frozenset(name for name in names - generic if is_field(name, base_class))
+    return frozenset(name for name in names - generic if is_public_or_field(name, base_class))
 
 
-def is_field(name: str, base_class: type[PreTrainedConfig]) -> bool:
+def is_public_or_field(name: str, base_class: type[PreTrainedConfig]) -> bool:
+    """Whether a config takes it as a keyword: private attributes are not, unless they are dataclass fields."""
     return not name.startswith("_") or name in {field.name for field in fields(base_class)}
 
 
@@ -149,7 +150,7 @@ def per_layer(config: PreTrainedConfig) -> dict[str, Any]:
 
 
 def copy_private(source: PreTrainedConfig, target: PreTrainedConfig):
-    """Copy where a config came from and which implementations it asks for, which are no keywords of `__init__`."""
+    """Copy where a config came from and which implementations it asks for, neither of which `__init__` takes."""
     for name in ("_attn_implementation_internal", "_experts_implementation_internal", "_output_attentions"):
         target.__dict__[name] = vars(source)[name]
     target._name_or_path = source._name_or_path

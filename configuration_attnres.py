@@ -18,11 +18,11 @@ from .base_config import (
     check_base_model_type,
     check_known,
     copy_private,
-    is_field,
     is_known,
-    name_type,
+    is_public_or_field,
     per_layer,
     rename_architectures,
+    type_with_article,
 )
 
 
@@ -70,7 +70,8 @@ class AttnResConfig(PreTrainedConfig):
 
     model_type = "attnres"
     keys_to_ignore_at_inference = ["past_key_values"]
-    # transformers' pipeline parallelism carries one tensor between stages; AttnRes needs the closed blocks as well
+    # Engines that follow such a plan send one tensor, and AttnRes needs the closed blocks too. transformers' `pp_size`
+    # does without a plan, see `carry_streams`
     base_model_pp_plan = None
     base_model_fsdp_plan = {**PreTrainedConfig.base_model_fsdp_plan, "depth_queries": "keep_full_weight"}
 
@@ -181,42 +182,41 @@ class AttnResConfig(PreTrainedConfig):
         if not isinstance(base_config, PreTrainedConfig):
             raise ValueError(
                 "`base_config` must be the configuration of a base, such as `Qwen3Config()` or"
-                f" `AutoConfig.from_pretrained(...)`, not {name_type(base_config)}."
+                f" `AutoConfig.from_pretrained(...)`, not {type_with_article(base_config)}."
             )
         check_base_model_type(base_config.model_type)
-        sublayers = probe_sublayers(base_config)
         if "attn_res_block_size" in kwargs:
             raise ValueError("Pass `block_size`, not `attn_res_block_size`, to `from_base_config`.")
         check_known(kwargs, type(base_config), [field.name for field in fields(cls)])
         if block_size is not None and num_blocks is not None:
             raise ValueError(f"`block_size={block_size}` and `num_blocks={num_blocks}` contradict: give one of them.")
+        if num_blocks is not None and not is_count(num_blocks):
+            raise ValueError(f"`num_blocks={num_blocks!r}` must be a number of blocks >= 1, an int.")
+        sublayers = probe_sublayers(base_config)
         if num_blocks is not None:
-            if not is_count(num_blocks):
-                raise ValueError(f"`num_blocks={num_blocks!r}` must be a number of blocks >= 1, an int.")
             block_size = -(-sum(sublayers) // num_blocks)
         if block_size is not None:
             kwargs["attn_res_block_size"] = block_size
 
         values = copy.deepcopy(vars(base_config))
-        values = {name: value for name, value in values.items() if is_field(name, type(base_config))}
+        values = {name: value for name, value in values.items() if is_public_or_field(name, type(base_config))}
         for name in ("auto_map", *MIRRORED_ATTRIBUTES):  # the first names the base's code
             values.pop(name, None)
         values["architectures"] = rename_architectures(values["architectures"], base_config.model_type, to_base=False)
         values.update(per_layer(base_config))
-        kwargs = {"attn_res_sublayers": sublayers, **kwargs}
-        values.update(kwargs, base_model_type=base_config.model_type, model_type=cls.model_type)
-        config = cls.from_dict(values)
+        values |= {"attn_res_sublayers": sublayers, **kwargs}
+        config = cls.from_dict({**values, "base_model_type": base_config.model_type, "model_type": cls.model_type})
         copy_private(base_config, config)
         return config
 
     def to_base_config(self) -> PreTrainedConfig:
         """The base architecture's configuration, the inverse of `from_base_config`."""
         base_class = base_config_class(self.base_model_type)
-        left_out = {"base_model_type", "auto_map", *MIRRORED_ATTRIBUTES}
+        left_out = {"base_model_type", "auto_map", "output_depth_attentions", *MIRRORED_ATTRIBUTES}
         values = {
             name: value
             for name, value in copy.deepcopy(vars(self)).items()
-            if is_field(name, base_class) and not name.startswith("attn_res_") and name not in left_out
+            if is_public_or_field(name, base_class) and not name.startswith("attn_res_") and name not in left_out
         }
         values["architectures"] = rename_architectures(values["architectures"], self.base_model_type, to_base=True)
         base_config = base_class(**values, **per_layer(self))
@@ -253,9 +253,9 @@ class AttnResConfig(PreTrainedConfig):
         for name in ("auto_map", "attn_res_sublayers", "attn_res_query_rank"):
             if not d.get(name):
                 d.pop(name, None)
-        # As files were before there were these fields
-        for name, (default, *_) in {**READS, "attn_res_num_heads": (1,)}.items():
-            if d.get(name) == default:
+        # Files written before these fields existed do not have them
+        for name in (*READS, "attn_res_num_heads"):
+            if d.get(name) == getattr(type(self), name):
                 d.pop(name)
         super()._remove_keys_not_serialized(d)
 

@@ -15,7 +15,7 @@ least fp32. The same read is written three times:
 - `BlockCache`: the two-phase computation of the paper for inference. Closed blocks are normalised once, read once per
   block by all its queries together (phase 1), and merged with the partial sum at every site (phase 2).
 
-On GPUs kernels take the place of the latter two, see `depth_backends`.
+On GPUs kernels replace the last two, see `depth_backends`.
 """
 
 import math
@@ -186,7 +186,7 @@ class NormOfWeightedSum(torch.autograd.Function):
 
 
 def norm_of(norm: nn.Module, mix: torch.Tensor) -> torch.Tensor:
-    """What a norm makes of a mix; by its class, as what hangs on the instance has been passed on the way here."""
+    """A norm applied to a mix, through its class: hooks on the instance have already run."""
     return type(norm).forward(norm, mix)
 
 
@@ -238,8 +238,10 @@ def rms_norm_parameters(norm: nn.Module | None, dtype: torch.dtype) -> tuple[tor
     if norm is None or dtype == torch.float64:
         return None
     own, norm_class = vars(norm), type(norm)
-    # Others (Liger's, put in its place) have options
-    if "RMSNorm" not in norm_class.__name__ or not norm_class.__module__.startswith("transformers.models."):
+    # Norms from elsewhere, such as Liger's replacements, have options that are ignored here
+    if not norm_class.__name__.removesuffix("OverDepth").endswith("RMSNorm") or not norm_class.__module__.startswith(
+        "transformers.models."
+    ):
         return None
     if "variance_epsilon" not in own:
         return None
@@ -377,7 +379,8 @@ class BlockCache:
     into arithmetic: half as many operations on tensors, and few functions.
     """
 
-    # Of the buffers, made by `start`; a single token has numbers where the others have tensors
+    # Made by `start`; a single token has numbers where the others have tensors. `closing` and `reading` have an entry
+    # per block: where to write it when it closes, and what to read while it is open
     values: torch.Tensor
     queries: torch.Tensor
     shifts: dict[float, Any]
@@ -402,7 +405,7 @@ class BlockCache:
             cache = _BLOCK_CACHES[kv_cache] = cls()
         return cache
 
-    def start(self, queries: torch.Tensor, like: torch.Tensor, block_size: int, eps: float):
+    def start(self, queries: torch.Tensor, like: torch.Tensor, block_size: int, eps: float, how: Any = None):
         """Empty the cache for a forward pass.
 
         Args:
@@ -410,11 +413,12 @@ class BlockCache:
             like: of the shape, dtype and device of every source, `[batch, seq, hidden]`.
             block_size: sublayers per block.
             eps: epsilon of the key RMSNorm.
+            how: the sources are read, of a cache that knows several ways.
         """
-        layout = (like.shape, like.dtype, like.device, len(queries), block_size, eps, use_kernels(like))
+        layout = (like.shape, like.dtype, like.device, len(queries), block_size, eps, how, use_kernels(like))
         # a buffer made under inference mode cannot be written outside of it
         if layout != self.layout or self.values.is_inference() != torch.is_inference_mode_enabled():
-            self.layout, self.shape, self.block_size, self.eps = layout, like.shape, block_size, eps
+            self.layout, self.shape, self.block_size, self.eps, self.how = layout, like.shape, block_size, eps, how
             self._allocate(like, len(queries))
         self.queries.copy_(queries).mul_(self.shape[-1] ** 0.5)
         self.num_passes += 1
@@ -471,7 +475,7 @@ class BlockCache:
         """Keep a closed block, `[batch, seq, hidden]`, and its scores for every site that can still read it.
 
         Returns:
-            The block as it is kept, the same numbers until the next `start`, or itself where it is kept in other ones.
+            The block as it is kept, valid until the next `start`; or itself, if the cache keeps it in another dtype.
         """
         if self.is_one_token:
             vector = block.to(self.queries.dtype).view(-1)
@@ -567,7 +571,7 @@ class BlockCache:
         weight, eps = parameters
         vector = mix.view(-1)
         rms = math.sqrt(torch.dot(vector, vector).item() / vector.shape[0] + eps / factor**2)
-        # A product of three in one operation, whose number has to fit fp32
+        # One operation for a product of three; the factor has to be finite in fp32
         normed = torch.addcmul(self.zero, mix, weight, value=1 / max(rms, 1e-37))
         return normed if dtype == normed.dtype else normed.to(dtype)
 

@@ -4,19 +4,26 @@
 import functools
 import threading
 from collections.abc import Callable
+from dataclasses import make_dataclass
 from typing import Any
 
 import torch
 from transformers.utils import ModelOutput
 
 from .depth_stream import DepthRecorder, DepthStream
-from .generation_attnres import depth_output_class
 
 
-# What the forward pass that runs in this thread hands to the first layer of its model, around the code of the base,
-# which may have no way for it: `value`, `(model, recorder, stream)`. And the way back, of a slice: `stream_behind` its
-# last layer. Not a context variable, as compilers do not know these
+# What the forward pass of this thread passes to its first layer around the base's code, which may not pass keywords
+# on: `value` is `(model, recorder, stream)`. On the way back, `stream_behind` is what left the last layer of a slice.
+# Not a context variable, because compilers do not support them
 HANDED = threading.local()
+
+
+@functools.cache
+def depth_output_class(base: type[ModelOutput]) -> type[ModelOutput]:
+    """A class of outputs with `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site."""
+    fields = [("depth_attentions", tuple[torch.FloatTensor, ...] | None, None)]
+    return make_dataclass(f"AttnRes{base.__name__}", fields, bases=(base,))
 
 
 def with_depth_attentions(base_forward: Callable) -> Callable:
@@ -28,7 +35,7 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
     @functools.wraps(base_forward)  # Trainer and `generate` look at the names of the arguments
     def forward(self, *args, output_depth_attentions: bool | None = None, depth_recorder=None, **kwargs):
         outer = getattr(HANDED, "value", None)
-        if outer is not None and outer[0] is self.trunk:  # called by the model with a head: it has seen to all
+        if outer is not None and outer[0] is self.trunk:  # called by the model with a head, which has done all of this
             return base_forward(self, *args, **kwargs)
         if output_depth_attentions is None:
             output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
@@ -36,8 +43,10 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
             depth_recorder = DepthRecorder(outputs=None)
         stream = kwargs["inputs_embeds"] if isinstance(kwargs.get("inputs_embeds"), DepthStream) else None
         if stream is not None:
-            # Of what the base makes of it nothing is read; see `probe_slices`
+            # A placeholder: the base embeds it, but the first layer is given the stream. `probe_slices` has checked
+            # that no layer uses the embedding otherwise
             kwargs["inputs_embeds"] = torch.zeros_like(stream.newest)
+            stream = stream if depth_recorder is None else stream.with_recorder(depth_recorder)
         if output_depth_attentions:
             return_dict = kwargs.pop("return_dict", None)
             return_dict = self.config.return_dict if return_dict is None else return_dict
@@ -68,8 +77,10 @@ def _with_tensors(outputs: Any) -> Any:
             outputs["hidden_states"] = tuple(_read(state) for state in outputs["hidden_states"])
         if behind is not None:
             outputs["last_hidden_state"] = behind
+        elif "last_hidden_state" in outputs:  # of a base without a final norm, which would have read it
+            outputs["last_hidden_state"] = _read(outputs["last_hidden_state"])
     elif isinstance(outputs, tuple):
-        outputs = tuple(tuple(map(_read, part)) if isinstance(part, tuple) else part for part in outputs)
+        outputs = tuple(tuple(map(_read, part)) if isinstance(part, tuple) else _read(part) for part in outputs)
         return outputs if behind is None else (behind, *outputs[1:])
     return outputs
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from .modeling_attnres import AttnResModel
 
 
-def num_sources(config: AttnResConfig, site: int) -> tuple[int, int]:
-    """How many closed blocks a stream has at a site, with the embedding, and how many tensors of the open block."""
+def count_tensors(config: AttnResConfig, site: int) -> tuple[int, int]:
+    """The number of closed blocks (the embedding included) and of open-block tensors that a stream holds at a site."""
     num_blocks, num_outputs = 1 + site // config.attn_res_block_size, site % config.attn_res_block_size
     if num_outputs == 0:
         return num_blocks, 0
@@ -28,15 +28,17 @@ def num_sources(config: AttnResConfig, site: int) -> tuple[int, int]:
 
 
 def stack_sources(stream: DepthStream) -> torch.Tensor:
-    """The closed blocks, then the partial sum, and then the outputs of the open block if these are sources,
-    `[sources, batch, seq, hidden]`."""
-    open_block = () if stream.partial is None else (stream.partial, *getattr(stream, "outputs", ()))
-    return torch.stack((*stream.blocks, *open_block))
+    """All sources as one tensor, `[sources, batch, seq, hidden]`.
+
+    The closed blocks come first, then the partial sum, and then the open block's outputs if each is a source.
+    """
+    stream.check_memory()
+    return torch.stack((*stream.blocks, *stream.open_tensors))
 
 
 def stream_of_sources(trunk: AttnResModel, sources: torch.Tensor, site: int) -> DepthStream:
     """The inverse of `stack_sources`, on the next stage."""
-    num_blocks, num_open = num_sources(trunk.config, site)
+    num_blocks, num_open = count_tensors(trunk.config, site)
     partial, *outputs = sources[num_blocks:] if num_open else (None,)
     return trunk.start_stream(tuple(sources[:num_blocks]), partial, site, outputs=outputs)
 
@@ -64,18 +66,18 @@ def carry_streams(model: PreTrainedModel):
                     f" transformers' pipeline stages send {kwargs['dtype']}: load the model in {sources.dtype}."
                 )
             return communicate(operation, tensor=sources, **kwargs)
-        sources = communicate(operation, shape=(sum(num_sources(trunk.config, entry_site)), *shape), **kwargs)
+        sources = communicate(operation, shape=(sum(count_tensors(trunk.config, entry_site)), *shape), **kwargs)
         return stream_of_sources(trunk, sources, entry_site)
 
     stage.communicate = communicate_stream
 
 
 class PassThrough(nn.Module):
-    """Stands where a slice of the layers has none.
+    """Takes the place of a layer that a slice leaves out.
 
     Args:
-        layer: that is left out, of which the base may read numbers and names.
-        num_values: that the layer returns as a tuple; `None`: hidden states alone.
+        layer: the one left out; its plain attributes are copied, because the base may read them.
+        num_values: how many values the layer returns as a tuple; `None`: the hidden states alone.
     """
 
     def __init__(self, layer: nn.Module | None = None, num_values: int | None = None):
@@ -89,27 +91,34 @@ class PassThrough(nn.Module):
 
 
 class SliceEnd(PassThrough):
-    """Stands behind the last layer of a slice. What the base does behind all layers is not done to the stream."""
+    """Follows the last layer of a slice. What the base does after all layers is not done to the stream."""
 
     def forward(self, stream, *args, **kwargs):
         HANDED.stream_behind = stream
-        return super().forward(torch.full_like(stream.newest, torch.nan))  # as of a head nothing would be right
+        return super().forward(
+            torch.full_like(stream.newest, torch.nan)
+        )  # so that a head that is run on it by mistake shows
 
 
 class AttnResSliceMixin:
     def keep_layers(self, start: int, end: int, probe: Probe | None = None):
-        """Leave the layers `start` to `end - 1`, and the final norm behind the last one: a pipeline stage.
+        """Keep only the layers `start` to `end - 1`, and the final norm if the last layer is among them.
 
-        What such a model returns as `last_hidden_state` in front of the last stage is a `DepthStream`.
+        Such a model is a pipeline stage. What it returns as `last_hidden_state` is a `DepthStream`, in all stages but
+        the last one.
 
         Args:
             start, end: layers to keep, `end` not among them.
             probe: what `probe_slices` gave for this base, if it has been called: a run of its layers without weights.
 
         Raises:
-            ValueError: if layers of the base need more from those in front of them than the residual stream.
+            ValueError: for other numbers, or if layers of the base need more from those in front of them than the
+                residual stream.
         """
-        layers, probe = decoder_layers(self), probe or probe_slices(self.config.to_base_config())
+        layers = decoder_layers(self)
+        if not 0 <= start < end <= len(layers):
+            raise ValueError(f"`start={start}` and `end={end}` must enclose at least one of the {len(layers)} layers.")
+        probe = probe or probe_slices(self.config.to_base_config())
         for i, of_layer in enumerate(probe.probed):
             if not start <= i < end:
                 layers[i] = (SliceEnd if i == end else PassThrough)(layers[i], of_layer.num_values)

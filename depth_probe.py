@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """How often do the layers of a base add to its residual stream, and does the base do anything else to it?
 
-Found by a run of the base without weights, when a config is made of it, together with the lines of code where it does.
+Found by running the base without weights when a config is made from it. The lines that read and write are recorded.
 """
 
 import copy
@@ -56,7 +56,7 @@ class ProbedLayer:
     num_writes: int = 0
     # How many values it returns as a tuple, of which the stream is the first; `None`: the stream alone
     num_values: int | None = None
-    # The argument in which it is given more of the tokens or of earlier layers than the stream
+    # The argument, beside the stream, that depends on the tokens or on earlier layers
     given_more: str | None = None
 
 
@@ -72,7 +72,7 @@ class Probe(DepthRecorder):
     # Names of the modules beside the layers that run in front of the first one, and behind the last one
     in_front: set[str] = field(default_factory=set)
     behind: set[str] = field(default_factory=set)
-    # Whether layers scale the stream: a block is then another one at every site
+    # Whether layers scale the stream: then each block changes from site to site
     scales_blocks: bool = False
 
     def __post_init__(self):
@@ -137,7 +137,7 @@ class Probe(DepthRecorder):
 
 
 class CountingStream(DepthStream):
-    """A stream that is written to. What is read has the shape of a mix."""
+    """A stream that counts its writes. A read returns a tensor of the right shape, not a mix."""
 
     recorder: Probe
 
@@ -151,7 +151,7 @@ class CountingStream(DepthStream):
 
 
 class FirstOfAll(TorchDispatchMode):
-    """There are no numbers, so what they choose, such as the experts of a token, is one, and the first."""
+    """Without numbers nothing can be chosen, so the first choice is taken, such as the first expert, and once."""
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         if function is torch.ops.aten.nonzero.default:
@@ -160,7 +160,7 @@ class FirstOfAll(TorchDispatchMode):
 
 
 class DrawnOnce(TorchDispatchMode):
-    """Initial values without numbers are never out of bounds, so that none is drawn again.
+    """Initial values without numbers are never out of bounds: initialisers would draw again while any is.
 
     In place of transformers' `no_init_weights`, which holds for all threads: a model that another one makes meanwhile
     would be left without its initial values.
@@ -201,7 +201,7 @@ class MadeOf(TorchDispatchMode):
 
 
 def _entries(value: Any) -> Any:
-    """What layers hand to each other in a dict may be one in an object."""
+    """The values inside an object that wraps a dict, as layers hand to each other."""
     if isinstance(value, UserDict):
         return value.data
     return value
@@ -293,7 +293,7 @@ def _reason_against_config(base_config: PreTrainedConfig) -> str | None:
             " is `config.get_text_config(decoder=True)`"
         )
     if not hasattr(base_config, "num_hidden_layers"):
-        return "its layers are not one stack, of which its config would have the number"
+        return "its layers are not one stack whose length its config names"
     if type(base_config) not in MODEL_MAPPING:
         return "transformers has no model of it without a head"
     return None

@@ -42,7 +42,7 @@ class AttnResDepthQueries(nn.Module):
 
     @torch.no_grad()
     def reset(self):
-        """Queries of zero. Of two projections the second is not: nothing would be learned from two zeros."""
+        """Set the queries to zero. Of two factors of a projection one is random: two zeros would not learn."""
         for name, tensor in self.named_parameters(recurse=False):
             if name == "key_norm":
                 init.ones_(tensor)
@@ -54,8 +54,8 @@ class AttnResDepthQueries(nn.Module):
     def forward(self) -> tuple[torch.Tensor, ...]:
         """The folded queries `query * key_norm`, `[sites, hidden]`, and what makes queries of the input.
 
-        Scores of learned queries depend on the product alone. Behind it come, if there are any, the key norms and the
-        projections, as `InputStream` takes them.
+        Scores of learned queries depend on the product alone. If queries see the input, the key norms and projections
+        follow, as `InputStream` takes them.
         """
         dtype = torch.promote_types(self.key_norm.dtype, torch.float32)
         key_norm = self.key_norm.to(dtype)
@@ -81,7 +81,7 @@ class AttnResDepthQueries(nn.Module):
         return read
 
     def zeros_at_first(self) -> list[torch.Tensor]:
-        """The parameters, `[sites, ...]`, which all being zero make every read the mean of its sources."""
+        """The parameters, `[sites, ...]`, that make every read the mean of its sources when all of them are zero."""
         return [getattr(self, name) for name in ("query", "projection", "projection_down") if hasattr(self, name)]
 
     def are_zero(self) -> bool:
@@ -146,8 +146,8 @@ class AttnResDepthQueries(nn.Module):
 
 def fold_queries(depth_queries: nn.Module) -> tuple[torch.Tensor, ...]:
     """What the forward of a model's depth queries gives, which PEFT may have wrapped."""
-    # CODEPATH: for a batch of several adapters PEFT tells their names to what it wraps, by a hook. Its wrapper of
-    # whole modules mixes nothing but linear ones, or takes the queries of the base without a word
+    # CODEPATH: in a batch of several adapters PEFT passes their names to the wrapped module by a hook. Its wrapper of
+    # whole modules cannot mix adapters, and would silently use the base's queries
     for hook in depth_queries._forward_pre_hooks.values():
         names = set(getattr(hook, "keywords", {}).get("adapter_names", ()))
         if not names:

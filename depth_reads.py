@@ -163,6 +163,25 @@ class Read:
         query, weights, open_block = (choices[place] for choices, place in zip(READS.values(), places))
         return cls(num_heads, query, rank or None, weights, open_block)
 
+    def check_parts(
+        self,
+        site: int,
+        block_size: int,
+        blocks: Sequence[torch.Tensor],
+        partial: torch.Tensor | None,
+        outputs: Sequence[torch.Tensor],
+    ):
+        """Raise a `ValueError` unless a stream at the site is made of so many blocks and outputs of the open block."""
+        num_blocks, num_open = divmod(site, block_size)
+        num_blocks, num_outputs = 1 + num_blocks, num_open if self.open_block == "each" else 0
+        if (len(blocks), partial is not None, len(outputs)) != (num_blocks, num_open > 0, num_outputs):
+            raise ValueError(
+                f"A stream at site {site} with `attn_res_block_size={block_size}` and"
+                f" `attn_res_open_block={self.open_block!r}` has {num_blocks} `blocks`, {'a' if num_open else 'no'}"
+                f" `partial` and {num_outputs} `outputs`, and {len(blocks)}, {'no' if partial is None else 'a'} and"
+                f" {len(outputs)} were given."
+            )
+
     def start(
         self, queries: Sequence[torch.Tensor], *args, outputs: Sequence[torch.Tensor] = (), **kwargs
     ) -> DepthStream:
@@ -303,8 +322,12 @@ class GeneralStream(DepthStream):
             new.outputs = () if new.partial is None else (*self.outputs, output)
         return new
 
-    def _prepare_reads(self):
+    def prepare_reads(self):
         self._scores_of_blocks()
+
+    @property
+    def open_tensors(self) -> tuple[torch.Tensor, ...]:
+        return *super().open_tensors, *self.outputs
 
     @property
     def open_sources(self) -> tuple[torch.Tensor, ...]:
@@ -335,8 +358,9 @@ class GeneralStream(DepthStream):
 
     def _read_sources(self, norm: nn.Module | None) -> torch.Tensor:
         scores = torch.stack(self._scores(), dim=-1)
-        if self.recorder is not None and self.site in self.recorder.masked_source:
-            scores[..., self.recorder.masked_source[self.site]] = -torch.inf
+        masked = self.masked_source()
+        if masked is not None:
+            scores[..., masked] = -torch.inf
         if get_backend() == "reference":
             weights = weights_by_definition(scores, self.how.weights)
         else:
@@ -398,7 +422,7 @@ class InputStream(GeneralStream):
                 query = F.linear(query, projection)
             return torch.addcmul(self.queries[self.site], query, gamma)
 
-    def _prepare_reads(self):
+    def prepare_reads(self):
         self._inverse_rms_of_blocks()
 
     def _inverse_rms_of_blocks(self) -> tuple[torch.Tensor, ...]:
@@ -448,18 +472,13 @@ class GeneralBlockCache(BlockCache):
 
     def start(self, queries: torch.Tensor, like: torch.Tensor, block_size: int, eps: float, how: Read = Read()):
         """As of `BlockCache`, for streams that are read in some way."""
-        layout = (like.shape, like.dtype, like.device, len(queries), block_size, eps, how)
-        if layout != self.layout or self.values.is_inference() != torch.is_inference_mode_enabled():
-            self.layout, self.shape, self.block_size, self.eps, self.how = layout, like.shape, block_size, eps, how
-            self.kind, self.num_heads = WEIGHTS[how.weights], how.num_heads
-            self._allocate(like, len(queries))
-        self.queries.copy_(queries).mul_(self.shape[-1] ** 0.5)
+        super().start(queries, like, block_size, eps, how)
         if self.is_one_token and self.num_heads > 1:
             self.slices.copy_(self.queries.view(len(queries), self.num_heads, -1).mT)
-        self.num_passes += 1
-        self.num_closed, self.open_block, self.lengths = 0, None, []
+        self.lengths = []
 
     def _allocate(self, like: torch.Tensor, num_sites: int):
+        self.kind, self.num_heads = WEIGHTS[self.how.weights], self.how.num_heads
         num_rows, num_blocks = like[..., 0].numel() * self.num_heads, 1 + (num_sites - 1) // self.block_size
         self.dtype = like.dtype
         self.is_one_token = like[..., 0].numel() == 1 and like.device.type == "cpu" and not is_tracing(like)

@@ -41,17 +41,18 @@ class DepthRecorder:
     Pass one to a model as `depth_recorder=`. With a recorder every read computes its weights, without block cache.
     """
 
-    # By site: the source that the softmax leaves out there
+    # By site: the source that is left out of the softmax there, which has to have another one
     masked_source: dict[int, int] = field(default_factory=dict)
     # By site, `[batch, seq, sources]`: the embedding, the closed blocks, and the partial sum if a block is open
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
-    # By the site in front of it, `[batch, seq, hidden]`: what a sublayer has written; `None`: not kept
+    # By the site before it, `[batch, seq, hidden]` or as a layer that flattens tokens has it: what a sublayer has
+    # written; `None`: not kept
     outputs: dict[int, torch.Tensor] | None = field(default_factory=dict)
     # `[batch, seq]` of the forward pass, set by the model
     tokens: torch.Size | None = None
 
     def by_token(self, tensor: torch.Tensor, num_dims: int = 1) -> torch.Tensor:
-        """`[batch, seq, ...]` of a tensor from a layer that may have flattened the tokens; `num_dims` come behind."""
+        """A layer's tensor as `[batch, seq, ...]`, also of one that flattens the tokens; `num_dims` follow them."""
         if self.tokens is None or tensor.shape[:-num_dims] != (self.tokens.numel(),):
             return tensor
         return tensor.unflatten(0, self.tokens)
@@ -86,9 +87,11 @@ class DepthStream:
     def __post_init__(self):
         # Kept from read to read, and computed again where only the fields have come along
         self.mix: torch.Tensor | None = None
-        self.scores: tuple[tuple[int, tuple[torch.Tensor, ...]], ...] = ()  # per block: of which sites on, by site
+        self.scores: tuple[
+            tuple[int, tuple[torch.Tensor, ...]], ...
+        ] = ()  # per block: its first site, and its scores from there on
         self.scored_until: int | None = None  # up to which site blocks are scored at once; `None`: all
-        # The blocks may be in the memory of a cache that has others, of a stream that has gone further
+        # Its memory may also hold later blocks, written by a stream that has gone further
         self.cache: BlockCache | None = None
         self.cache_pass, self.is_cached = 0, False
 
@@ -117,13 +120,13 @@ class DepthStream:
         if cache is not None:
             return self._with((*self.blocks, cache.append(partial)), None, site, cast, is_cached=True)
         new = self._with((*self.blocks, partial), None, site, cast, is_cached=False)
-        # Not when it is read: that may be in a layer that is computed again, which has to do the same again
+        # Now rather than at a read, which may run inside a checkpointed layer, where the same has to be done again
         last = len(self.queries) if self.scored_until is None else self.scored_until
         if site < last:
-            new._prepare_reads()
+            new.prepare_reads()
         return new
 
-    def _prepare_reads(self):
+    def prepare_reads(self):
         """What is done once when a block closes, and not at every read."""
         if backend_of(self.newest) != "fla":
             self._scores_of_blocks()
@@ -144,6 +147,11 @@ class DepthStream:
     @property
     def sources(self) -> tuple[torch.Tensor, ...]:
         return self.blocks if self.partial is None else (*self.blocks, self.partial)
+
+    @property
+    def open_tensors(self) -> tuple[torch.Tensor, ...]:
+        """What of the open block has to cross where a stream is handed on."""
+        return () if self.partial is None else (self.partial,)
 
     def read(self, norm: nn.Module | None = None) -> torch.Tensor:
         """The mix over depth at this site, `[batch, seq, hidden]`, with the norm that reads it if that is given."""
@@ -182,7 +190,7 @@ class DepthStream:
             mix = fused_read(self.queries[self.site], self.sources, self.eps) * self._factor()
             return mix if norm is None else norm_of(norm, mix)
         scores = self._scores_of_blocks()
-        masked = None if self.recorder is None else self.recorder.masked_source.get(self.site)
+        masked = self.masked_source()
         if self.recorder is None and self.partial is not None and has_kernel(norm, self.partial):
             query = self.queries[self.site]
             return read_and_norm(query, self.sources, scores, self.eps, norm, self._factor())[0]
@@ -194,12 +202,26 @@ class DepthStream:
             self.recorder.weights[self.site] = self.recorder.by_token(weights)
         return mix_and_norm(weights * len(scores) if self.sums else weights, self.sources, norm)
 
+    def masked_source(self) -> int | None:
+        """The source that the recorder leaves out at this site.
+
+        Raises:
+            ValueError: if it is not there, or the only one.
+        """
+        masked = None if self.recorder is None else self.recorder.masked_source.get(self.site)
+        if masked is not None and (len(self.sources) == 1 or not 0 <= masked < len(self.sources)):
+            raise ValueError(
+                f"`masked_source={{{self.site}: {masked}}}` cannot be left out: site {self.site} has"
+                f" {len(self.sources)} sources, of which one has to be read."
+            )
+        return masked
+
     def _scores_of_blocks(self) -> list[torch.Tensor]:
         """Of every closed block for this site, `[batch, seq]`: a block is scored for all later sites at once."""
         scores, end = self.scores, self.scored_until
         if end is not None and self.site >= end:
             scores, end = (), None
-        if torch.is_grad_enabled():  # where scores of somebody who has looked on under `no_grad` are of no use
+        if torch.is_grad_enabled():  # scores made under `no_grad` (by a recorder, for example) are of no use with it
             wanted = [self.queries.requires_grad or block.requires_grad for block in self.blocks]
             if any(of_block and not columns[0].requires_grad for of_block, (_, columns) in zip(wanted, scores)):
                 scores = ()
@@ -242,11 +264,11 @@ class DepthStream:
         cache = self.cache
         if cache is None:
             return None
-        self._check_memory()
+        self.check_memory()
         is_current = self.is_cached and cache.num_closed == len(self.blocks)
         return cache if is_current and source.dtype == cache.dtype else None
 
-    def _check_memory(self):
+    def check_memory(self):
         if self.cache is not None and self.cache.num_passes != self.cache_pass:
             raise RuntimeError(
                 f"This residual stream (site {self.site}) is of an earlier forward pass: its blocks are no longer in"
@@ -255,11 +277,12 @@ class DepthStream:
 
     def __reduce__(self):
         """Copies and pickles have the fields, and not the cache, whose parts share their memory."""
-        self._check_memory()
+        self.check_memory()
         return type(self), tuple(getattr(self, of_dataclass.name) for of_dataclass in fields(self))
 
     def parts(self) -> tuple[list[torch.Tensor | None], tuple]:
         """The tensors that a stream is made of, and all else."""
+        self.check_memory()
         context = self.site, self.block_size, self.eps, self.sums, self.cast, self.recorder
         return [self.queries, self.partial, *self.blocks], context
 
@@ -273,7 +296,7 @@ class DepthStream:
 
     def on_sources(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DepthStream":
         """The stream with a function on every source: one that is linear and keeps the hidden dimension."""
-        self._check_memory()
+        self.check_memory()
         partial = None if self.partial is None else function(self.partial)
         new = replace(self, blocks=tuple(function(block) for block in self.blocks), partial=partial)
         new.cache, new.cache_pass = self.cache, self.cache_pass  # the function may have returned views
@@ -299,6 +322,12 @@ class DepthStream:
             moved.scored_until = stream.scored_until
             stream = moved if stream.cache is None else moved.keep_in(type(stream.cache)())
         return stream
+
+    def with_recorder(self, recorder: DepthRecorder) -> "DepthStream":
+        """The stream with a recorder, and so without a block cache."""
+        self.check_memory()
+        recorder.tokens = self.shape[:-1]
+        return replace(self, recorder=recorder)
 
     def _with_queries(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DepthStream":
         return replace(self, queries=function(self.queries))
@@ -373,10 +402,13 @@ class DepthStream:
         return self.read() / _read_all(other)
 
     def _is_factor(self, other: Any) -> bool:
-        """Whether it is a number, which scales reads as it scales sources. Other factors change the scores."""
+        """Whether it is a positive number: reads scale as the sources do. A negative one would flip the scores.
+
+        The sign of a tensor is not looked at, which would wait for the GPU.
+        """
         if isinstance(other, torch.Tensor):  # of more dimensions it goes with the tokens, if there is one
             return other.ndim <= 1 and other.numel() == 1
-        return not isinstance(other, DepthStream)
+        return not isinstance(other, DepthStream) and other > 0
 
     def __sub__(self, other):
         return self.read() - other

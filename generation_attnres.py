@@ -5,25 +5,19 @@ import contextvars
 import functools
 import inspect
 from collections.abc import Sequence
-from dataclasses import make_dataclass
 from typing import Any
 
 import torch
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, GenerationMixin
-from transformers.utils import ModelOutput, logging
+from transformers.utils import logging
+
+from .depth_forward import depth_output_class
 
 
 logger = logging.get_logger(__name__)
 
-# Of the generation that runs in this thread, if they are wanted
+# The weights of each step of the generation that runs in this thread; `None` if they are not wanted
 _DEPTH_ATTENTIONS_OF_STEPS = contextvars.ContextVar("depth_attentions_of_steps", default=None)
-
-
-@functools.cache
-def depth_output_class(base: type[ModelOutput]) -> type[ModelOutput]:
-    """A class of outputs with `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site."""
-    fields = [("depth_attentions", tuple[torch.FloatTensor, ...] | None, None)]
-    return make_dataclass(f"AttnRes{base.__name__}", fields, bases=(base,))
 
 
 class AttnResGenerationMixin(GenerationMixin):
@@ -34,7 +28,7 @@ class AttnResGenerationMixin(GenerationMixin):
         wanted = kwargs.pop("output_depth_attentions", getattr(self.config, "output_depth_attentions", False))
         if wanted:
             self.check_depth_attentions_of_generation(*args, **kwargs)
-        # Set without a wish as well: this may be the assistant of a model of which they are wanted
+        # Set even if they are not wanted: this model may be the assistant of one whose weights are
         token = _DEPTH_ATTENTIONS_OF_STEPS.set([] if wanted else None)
         try:
             outputs = super().generate(*args, **kwargs)
@@ -70,7 +64,7 @@ class AttnResGenerationMixin(GenerationMixin):
         return prompts
 
     def check_depth_attentions_of_generation(self, inputs=None, generation_config=None, *args, **kwargs):
-        """Raise a `ValueError` if they would not be of every token once; warn if they would not be returned."""
+        """Raise a `ValueError` if a token would have no weights or several; warn if they would not be returned."""
         generation_config = generation_config or self.generation_config
 
         def option(name: str):

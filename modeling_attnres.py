@@ -3,12 +3,14 @@
 
 An AttnRes model is a model of its base (`config.base_model_type`), with the base's own modules, code and parameter
 names, and one small module more: the `depth_queries`. `AttnResForCausalLM(config)` makes an object of a class that is
-both, an `AttnResForCausalLM` and the base's `ForCausalLM`. Three places differ from the base:
+both, an `AttnResForCausalLM` and the base's `ForCausalLM`. Four places differ from the base:
 
 - in front of the first layer the embedding becomes a `DepthStream` (see `depth_stream.py`), which the layers add to
   and read from as they do with a tensor (`enter_layer`);
 - a norm that is given the stream reads it and norms what it has read (`DepthReader`);
-- behind every layer stands a check that the stream has been handed on (`leave_layer`).
+- after every layer it is checked that the stream has been handed on (`leave_layer`);
+- `forward` takes `output_depth_attentions`, `depth_recorder` and a stream as `inputs_embeds`
+  (`with_depth_attentions`).
 """
 
 import functools
@@ -132,8 +134,8 @@ class AttnResPreTrainedModel(AttnResSavingMixin, PreTrainedModel):
             super()._init_weights(module)
 
     def _initialize_weights(self, module, is_custom_code: bool = False):
-        # As those of a native model: of custom code, modules without parameters are left out, and there bases fill
-        # the buffers of others
+        # As for a native model: for custom code transformers skips modules without parameters, and some bases fill
+        # other modules' buffers there
         super()._initialize_weights(module)
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=None, **kwargs):
@@ -197,7 +199,8 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
                 " run by themselves on a tensor."
             )
         if entry_site and stream.cache is None and not (stream.scores and stream.scored_until is None):
-            # Fields have come along, and nothing else: only for this layer, as for the next the same will hold
+            # Rebuilt from its fields before each layer (activation checkpointing): blocks are scored for the sites of
+            # this layer alone, as the next layer will score them again
             stream.scores, stream.scored_until = (), layer.depth_sites[1]
         return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
@@ -207,8 +210,9 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         if not isinstance(stream, DepthStream) or stream.site != exit_site:
             raise ValueError(
                 f"A {type(layer).__name__} of base `{self.config.base_model_type}` should have handed on the residual"
-                f" stream at site {exit_site}, and handed on {_describe(stream)}: it does more to the stream than"
-                " to add outputs and to read."
+                f" stream at site {exit_site}, but handed on {_describe(stream)}. Either it does more to the stream"
+                " than add to it and read it, or `attn_res_sublayers` in the config is not that of this base: without"
+                " the field it is counted again."
             )
 
     def start_stream(
@@ -231,15 +235,10 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
             outputs: those in the open block, each `[batch, seq, hidden]`, if `attn_res_open_block` is "each".
 
         Raises:
-            ValueError: if the config was changed since the model was made, or outputs are missing.
+            ValueError: if the config was changed since the model was made, or the parts do not fit the site.
         """
         config, read = self.config, self.depth_queries.read_of(self.config)
-        num_outputs = site % config.attn_res_block_size if read.open_block == "each" else 0
-        if len(outputs) != num_outputs:
-            raise ValueError(
-                f"A stream at site {site} with `attn_res_open_block={read.open_block!r}` has {num_outputs} `outputs`,"
-                f" and {len(outputs)} were given."
-            )
+        read.check_parts(site, config.attn_res_block_size, blocks, partial, outputs)
         stream = read.start(
             [tensor.to(blocks[0].device) for tensor in self.fold_queries()],
             tuple(blocks),
@@ -254,6 +253,8 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         if recorder is not None:
             recorder.tokens = blocks[0].shape[:-1]
         if torch.is_grad_enabled() or recorder is not None or get_backend() == "reference":
+            if site and not (self.training and self.is_gradient_checkpointing):
+                stream.prepare_reads()  # once for all layers of this slice, see `enter_layer`
             return stream
         # A compiled graph plans its own memory
         reuse = kv_cache is not None and not torch.compiler.is_compiling()
@@ -266,7 +267,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
 
 
 def _describe(stream) -> str:
-    return f"it at site {stream.site}" if isinstance(stream, DepthStream) else f"a {type(stream).__name__}"
+    return f"the stream at site {stream.site}" if isinstance(stream, DepthStream) else f"a {type(stream).__name__}"
 
 
 # trf-ignore: TRF057
@@ -287,6 +288,8 @@ class AttnResForCausalLM(AttnResPreTrainedModel, AttnResGenerationMixin):
 
 # The generic heads make their model through `AutoModel`, which knows nothing of code from a Hub repository
 class AttnResForSequenceClassification(GenericForSequenceClassification, AttnResPreTrainedModel):
+    forward = with_depth_attentions(GenericForSequenceClassification.forward)
+
     def __init__(self, config: AttnResConfig):
         PreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
@@ -297,20 +300,22 @@ class AttnResForSequenceClassification(GenericForSequenceClassification, AttnRes
 
 
 class AttnResForTokenClassification(GenericForTokenClassification, AttnResPreTrainedModel):
+    forward = with_depth_attentions(GenericForTokenClassification.forward)
+
     def __init__(self, config: AttnResConfig):
         PreTrainedModel.__init__(self, config)
         self.num_labels = config.num_labels
         setattr(self, self.base_model_prefix, AttnResModel(config))
-        dropout = getattr(config, "classifier_dropout", None)
-        if dropout is None:
-            dropout = getattr(config, "hidden_dropout", None)
-        self.dropout = nn.Dropout(0.1 if dropout is None else dropout)
+        rates = (getattr(config, name, None) for name in ("classifier_dropout", "hidden_dropout"))
+        self.dropout = nn.Dropout(next((rate for rate in rates if rate is not None), 0.1))
         self.score = nn.Linear(config.hidden_size, config.num_labels)
 
         self.post_init()
 
 
 class AttnResForQuestionAnswering(GenericForQuestionAnswering, AttnResPreTrainedModel):
+    forward = with_depth_attentions(GenericForQuestionAnswering.forward)
+
     def __init__(self, config: AttnResConfig):
         PreTrainedModel.__init__(self, config)
         setattr(self, self.base_model_prefix, AttnResModel(config))

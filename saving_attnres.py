@@ -18,7 +18,7 @@ REMOTE_CODE_AUTO_MAP = {
 class AttnResSavingMixin:
     def save_pretrained(self, *args, **kwargs):
         """As in transformers. A model from a folder that carries its code is saved with the code."""
-        # A merged adapter leaves what its own file says of its blocks; the config of a model says that
+        # A merged adapter leaves a buffer with its block size, which the config of a model states already
         self._keys_to_ignore_on_save |= {
             name for name, _ in self.named_buffers() if name.endswith("depth_queries.trained_block_size")
         }
@@ -43,12 +43,12 @@ class AttnResSavingMixin:
         model_class = type(self)
         if model_class.is_remote_code():
             return super().push_to_hub(repo_id, **kwargs)
-        try:  # not in code from a Hub repository, which has transformers' card
+        try:
             from attnres.model_cards import push_card_if_missing
-
-            push_card_if_missing(self, repo_id, private=kwargs.get("private"), token=kwargs.get("token"))
-        except ImportError:
+        except ImportError:  # this code has come with a checkpoint, and the package is not installed
             pass
+        else:
+            push_card_if_missing(self, repo_id, private=kwargs.get("private"), token=kwargs.get("token"))
         auto_map = self.config.auto_map
         self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
         try:

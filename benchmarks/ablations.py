@@ -21,7 +21,7 @@ from attnres.depth_reads import GeneralStream
 class OtherSources(GeneralStream):
     """A stream with sources that are made of those of the paper at every read."""
 
-    def _prepare_reads(self):
+    def prepare_reads(self):
         pass
 
     def _scores(self) -> list[torch.Tensor]:

@@ -71,8 +71,8 @@ class StageModule(nn.Module):
         if self.is_last:
             return outputs.logits
         stream = outputs.last_hidden_state
-        open_block = () if stream.partial is None else (stream.partial, *getattr(stream, "outputs", ()))
-        sent = *open_block, *(stream.blocks[block] for block in self.route.sent)
+        stream.check_memory()
+        sent = *stream.open_tensors, *(stream.blocks[block] for block in self.route.sent)
         # Zero-bubble schedules detach in place what a stage has returned. That cannot be done to a view, and must not
         # to what the stage was given, or what a checkpointed layer of it keeps: a block that was closed before it
         keeps = any(getattr(module, "gradient_checkpointing", False) for module in self.model.modules())

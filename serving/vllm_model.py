@@ -12,7 +12,7 @@ from vllm.model_executor.models.utils import PPMissingLayer, make_empty_intermed
 
 import attnres  # noqa: F401  registers the config and the classes in transformers
 from attnres.base_classes import DepthReader
-from attnres.depth_pipeline import num_sources, stack_sources, stream_of_sources
+from attnres.depth_pipeline import count_tensors, stack_sources, stream_of_sources
 from attnres.depth_probe import decoder_layers, probe_slices
 from attnres.serving.logits import HeadOfBase
 
@@ -65,7 +65,7 @@ class AttnResForCausalLM(TransformersForCausalLM):
         if self.pp_group.is_first_rank:
             return
         entry_site = first_layer.depth_sites[0]
-        self.num_received = num_received = sum(num_sources(config, entry_site))
+        self.num_received = num_received = sum(count_tensors(config, entry_site))
 
         def receive(layer, args, kwargs):
             received = args[0] if args else kwargs["hidden_states"]

@@ -25,7 +25,7 @@ import torch
 if not torch.cuda.is_available():  # read when Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tiny_models import TINY
+from tiny_models import TINY, count_once
 from transformers import set_seed
 
 from attnres import depth_probe
@@ -58,24 +58,11 @@ def seeds():
     set_seed(0)
 
 
-COUNTED = {}
-
-
 @pytest.fixture(autouse=True)
 def probe_once(request, monkeypatch):
     """A config is probed once in all tests, which saves a quarter of their time: but not where layers are changed."""
-    if request.module.__name__ in ("test_lost_stream", "test_probe", "test_decoders"):
-        return
-
-    probe = depth_probe.probe_sublayers
-
-    def probe_sublayers(base_config):
-        key = type(base_config), base_config.to_json_string(use_diff=False)
-        if key not in COUNTED:
-            COUNTED[key] = probe(base_config)
-        return [*COUNTED[key]]
-
-    monkeypatch.setattr(depth_probe, "probe_sublayers", probe_sublayers)
+    if request.module.__name__ not in ("test_lost_stream", "test_probe", "test_decoders"):
+        monkeypatch.setattr(depth_probe, "probe_sublayers", count_once)
 
 
 @pytest.fixture

@@ -19,6 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from attnres import BlockCache, DepthRecorder, DepthStream
 from attnres.base_classes import DepthReader, of_both
 from attnres.depth_attention import depth_attention_reference
+from attnres.depth_pipeline import stack_sources
 from attnres.depth_stream import checkpoint_stream
 
 
@@ -401,6 +402,8 @@ READS = {
     "itself, times": lambda stream, x: stream * stream,
     "a vector, times": lambda stream, x: stream * x[0, 0],
     "a vector, in front": lambda stream, x: x[0, 0] * stream,
+    "a negative number, which would flip the scores": lambda stream, x: stream * -1.5,
+    "divided by a negative number": lambda stream, x: stream / -2,
     "a number for each token": lambda stream, x: stream * x[..., :1],
     "a quotient of two": lambda stream, x: x / stream + stream / (x * x + 1),
     "powers": lambda stream, x: -(stream**2) @ x.mT,
@@ -645,6 +648,48 @@ def test_recorder(sums):
             weights = torch.cat([weights[..., :masked], weights[..., masked + 1 :]], dim=-1)
         UpToRounding(by_definition, queries[site], len(sources) if sums else 1, *seen).check((mix, weights))
     assert list(recorder.outputs) == list(range(8)) and all(map(torch.equal, recorder.outputs.values(), outputs))
+
+
+@pytest.mark.parametrize("site, masked", [(0, 0), (4, 3), (4, -1)])
+def test_what_cannot_be_left_out(site, masked):
+    """The only source, of which the softmax would be NaN, and one that is not there."""
+    queries, embedding, *outputs = queries_embedding_outputs()
+    recorder = DepthRecorder(masked_source={site: masked})
+    stream = written(queries, embedding, outputs[:site], 3, recorder=recorder)[-1]
+    with pytest.raises(ValueError, match=f"`masked_source={{{site}: {masked}}}` cannot be left out: site {site} has"):
+        stream.read()
+
+
+def test_a_stream_whose_memory_is_gone_is_not_handed_on():
+    queries, embedding, *outputs = queries_embedding_outputs()
+    cache = BlockCache()
+    with torch.no_grad():
+        earlier = DepthStream(queries, (embedding,), block_size=3, eps=EPS).keep_in(cache)
+        for output in outputs[:4]:
+            earlier = earlier + output
+        stacked = stack_sources(earlier)
+        assert torch.equal(stacked[0], embedding) and len(stacked) == 3
+        DepthStream(queries, (2 * embedding,), block_size=3, eps=EPS).keep_in(cache)
+        for hand_on in (stack_sources, DepthStream.parts, pytree.tree_flatten, copy.deepcopy):
+            with pytest.raises(RuntimeError, match="is of an earlier forward pass"):
+                hand_on(earlier)
+
+
+def test_a_norm_with_more_arguments_reads_by_itself():
+    """What it does with them is its own."""
+
+    class GatedRMSNorm(nn.RMSNorm):
+        def forward(self, hidden_states, gate=None):
+            return super().forward(hidden_states if gate is None else hidden_states * torch.sigmoid(gate))
+
+    queries, embedding, *outputs = queries_embedding_outputs()
+    stream = written(queries, embedding, outputs[:4], 3)[-1]
+    plain = GatedRMSNorm(7)
+    norm = copy.deepcopy(plain)
+    norm.__class__ = of_both(DepthReader, GatedRMSNorm)
+    assert torch.equal(norm(stream), plain(stream.read()))
+    assert torch.equal(norm(stream, outputs[0]), plain(stream.read(), outputs[0]))
+    assert torch.equal(norm(stream, gate=outputs[0]), plain(stream.read(), gate=outputs[0]))
 
 
 @pytest.mark.parametrize("way", ["with gradients", "block cache"])

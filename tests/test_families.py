@@ -141,6 +141,8 @@ def test_config_round_trip(family, tmp_path):
         ({"attn_res_block_size": -2}, r"`attn_res_block_size=-2` must be"),
         ({"attn_res_norm_eps": -1.0}, r"`attn_res_norm_eps=-1.0` must be a float >= 0"),
         ({"model_type": "qwen3"}, r"`model_type='qwen3'` contradicts `base_model_type='llama'`"),
+        ({"attn_res_sublayers": [2, 0]}, r"`attn_res_sublayers=\[2, 0\]` must be None, or a list of ints >= 1"),
+        ({"attn_res_sublayers": 2}, r"`attn_res_sublayers=2` must be None, or a list of ints >= 1"),
     ],
 )
 def test_bad_fields_are_named(kwargs, message):
@@ -232,7 +234,7 @@ def test_bad_block_partitions_are_named(kwargs, message):
         ("openai-gpt", "its Block does more to the residual stream"),
         ("gemma3n_text", "its Gemma3nTextDecoderLayer does more to the residual stream"),
         ("hrm_text", "its HrmTextDecoderLayer runs more than once, or not in the order of the layers"),
-        ("blt", "its layers are not one stack, of which its config would have the number"),
+        ("blt", "its layers are not one stack whose length its config names"),
         ("mbart", "it has an encoder beside its decoder"),
         ("gemma3", "it is made of several models. The language model in it is of type 'gemma3_text'; its config"),
         ("trocr", "transformers has no model of it without a head"),

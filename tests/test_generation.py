@@ -10,14 +10,15 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from decoder_configs import decoder_config
 from packaging import version
 from rounding import UpToRounding
 from test_loading import run_python
 from tiny_models import convert, randomize_queries, tiny_base_config, tiny_base_model
-from transformers import ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
+from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
 
 import attnres.depth_attention
-from attnres import BlockCache
+from attnres import BlockCache, DepthRecorder
 
 
 BEFORE_5_20 = version.parse(transformers.__version__) < version.parse("5.20")
@@ -370,10 +371,71 @@ def test_pipeline_stages(family, input_ids):
             stream.sum().backward()
             assert all(stage.depth_queries.query.grad.any() for stage in stages[1:])
     assert stages[0].depth_queries.query.grad.any(), "no gradient has come back over the stages"
-    with pytest.raises(ValueError, match="has to be given the residual stream at site 2, and was given it at site 0"):
+    with pytest.raises(ValueError, match="the residual stream at site 2, and was given the stream at site 0"):
         stages[1](inputs_embeds=stages[1].start_stream([torch.zeros(1, 2, 32)]))
     with pytest.raises(ValueError, match="has to be given the residual stream at site 2, and was given a Tensor"):
         stages[1](input_ids)
+
+
+def test_parts_that_do_not_fit_the_site(input_ids):
+    """Memory of a block that is missing would be read as if it were there."""
+    model = randomize_queries(convert(tiny_base_model("llama"), 3)).model
+    one = torch.randn(1, 2, 32)
+    for site, blocks, partial in ((3, [one], None), (4, [one, one], None), (3, [one, one], one), (2, [one, one], one)):
+        for grad in (True, False):
+            with (
+                torch.set_grad_enabled(grad),
+                pytest.raises(ValueError, match=f"A stream at site {site} with .* were given"),
+            ):
+                model.start_stream(blocks, partial, site)
+
+
+@pytest.mark.parametrize("start, end", [(0, -1), (3, 3), (2, 1), (-1, 2), (2, 99)])
+def test_slices_that_are_none(start, end):
+    model = convert(tiny_base_model("llama"), 3).model
+    with pytest.raises(
+        ValueError, match=rf"`start={start}` and `end={end}` must enclose at least one of the 4 layers"
+    ):
+        model.keep_layers(start, end)
+
+
+def test_a_slice_is_seen_and_scores_once(input_ids, monkeypatch):
+    """Depth attentions of all slices are those of the model; a closed block is scored once in each slice."""
+    model = randomize_queries(convert(tiny_base_model("llama"), 3)).model
+    expected = model(input_ids, output_depth_attentions=True).depth_attentions
+    first, last = copy.deepcopy(model), copy.deepcopy(model)
+    first.keep_layers(0, 2)
+    last.keep_layers(2, 4)
+    outputs = first(input_ids, output_depth_attentions=True)
+    stream = outputs.last_hidden_state
+    behind = last(inputs_embeds=stream, output_depth_attentions=True)
+    actual = *outputs.depth_attentions, *behind.depth_attentions
+    assert len(actual) == len(expected) == 9
+    for of_slice, of_model in zip(actual, expected):
+        torch.testing.assert_close(of_slice, of_model)
+    scored = []
+    score = attnres.depth_stream.source_scores
+    monkeypatch.setattr(
+        attnres.depth_stream, "source_scores", lambda *args: scored.append(len(args[0])) or score(*args)
+    )
+    rebuilt = last.start_stream(stream.blocks, stream.partial, stream.site)
+    last(inputs_embeds=rebuilt).last_hidden_state.sum().backward()
+    # Two blocks and the one that is closed at site 6 for all later sites, and partial sums where blocks are open
+    assert scored == [5, 5, 1, 1, 3, 1, 1], scored
+
+
+def test_a_base_without_a_final_norm(input_ids):
+    """It hands out its last hidden state as it is: what the site behind the last sublayer reads."""
+    config = decoder_config("opt", _remove_final_layer_norm=True, word_embed_proj_dim=32)
+    model = randomize_queries(convert(AutoModelForCausalLM.from_config(config), 3)).model
+    model = model.decoder if hasattr(model, "decoder") and not hasattr(model, "depth_queries") else model
+    for grad in (True, False):
+        with torch.set_grad_enabled(grad):
+            recorder = DepthRecorder()
+            state = model(input_ids, depth_recorder=recorder).last_hidden_state
+            as_tuple = model(input_ids, return_dict=False)[0]
+        assert isinstance(state, torch.Tensor) and isinstance(as_tuple, torch.Tensor) and 8 in recorder.weights
+        torch.testing.assert_close(state, as_tuple)
 
 
 def test_two_models_of_one_kv_cache_class_do_not_mix():

@@ -237,6 +237,7 @@ def test_heads(auto_class, labels, family, input_ids, tmp_path):
     model = auto_class.from_config(config)
     assert type(model).__name__ == f"AttnRes{auto_class.__name__.removeprefix('AutoModel') or 'Model'}"
     outputs = model(input_ids, output_depth_attentions=True, **labels)
+    assert [weights.shape[:2] for weights in outputs.depth_attentions] == [input_ids.shape] * config.num_sites
     if labels:
         outputs.loss.backward()
         assert model.model.depth_queries.query.grad.abs().max() > 0
@@ -304,6 +305,41 @@ def test_remote_code(family, tmp_path, monkeypatch):
         assert torch.equal(torch.load(target / "logits.pt"), model(input_ids).logits)
     # the installed package takes precedence over the code in the checkpoint
     assert isinstance(AutoModelForCausalLM.from_pretrained(target), AttnResForCausalLM)
+
+
+@pytest.mark.slow
+def test_two_copies_of_the_code_in_one_process(tmp_path, monkeypatch):
+    """A checkpoint that carries its code brings a second copy: conversions of checkpoints are asked for by both."""
+    model = randomize_queries(convert(tiny_base_model("qwen3_moe"), 3))
+    model.save_pretrained(tmp_path / "plain")
+    monkeypatch.setattr(AttnResForCausalLM, "_auto_class", None)
+    AttnResForCausalLM.register_for_auto_class("AutoModelForCausalLM")
+    convert(tiny_base_model("llama"), 3).save_pretrained(tmp_path / "with-code")
+    printed = run_python(
+        """
+import sys
+import torch
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+import attnres
+
+plain, with_code, again = sys.argv[1:]
+first = attnres.AttnResForCausalLM.from_pretrained(plain).state_dict()
+assert first["model.layers.0.mlp.experts.gate_up_proj"].abs().max() > 0
+other_class = get_class_from_dynamic_module("modeling_attnres.AttnResForCausalLM", with_code)
+assert other_class is not attnres.AttnResForCausalLM
+other_class.from_pretrained(with_code)
+model = attnres.AttnResForCausalLM.from_pretrained(plain)
+state = model.state_dict()
+assert all(torch.equal(tensor, state[name]) for name, tensor in first.items())
+model.save_pretrained(again)
+print("done")
+""",
+        *(tmp_path / name for name in ("plain", "with-code", "again")),
+        HF_MODULES_CACHE=str(tmp_path / "modules"),
+    )
+    assert printed.strip().endswith("done")
+    written, expected = (load_file(tmp_path / name / "model.safetensors") for name in ("again", "plain"))
+    assert written.keys() == expected.keys() and any(".experts.0." in name for name in written)
 
 
 def test_import_is_light():

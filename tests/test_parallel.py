@@ -14,7 +14,7 @@ from decoder_configs import decoder_config
 from families_page import RECORD
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny_models import tiny_base_config
+from tiny_models import COUNTED, count_once, tiny_base_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -22,7 +22,7 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 
-from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification
+from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification, depth_probe
 from attnres.depth_attention import BlockCache
 from attnres.depth_reads import GeneralBlockCache
 from attnres.parallel import (
@@ -136,11 +136,13 @@ def make_model(family="llama", block_size=3, num_hidden_layers=8, frozen=False, 
 
 def in_processes(function, num_processes, *args):
     with tempfile.TemporaryDirectory() as folder:
-        arguments = function, num_processes, f"file://{folder}/meeting", args
+        arguments = function, num_processes, f"file://{folder}/meeting", args, COUNTED
         torch.multiprocessing.spawn(_in_process, args=arguments, nprocs=num_processes)
 
 
-def _in_process(rank, function, num_processes, meeting, args):
+def _in_process(rank, function, num_processes, meeting, args, counted):
+    COUNTED.update(counted)
+    depth_probe.probe_sublayers = count_once
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_processes))
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -479,6 +481,8 @@ def _divided_families(rank, families):
 
 @pytest.mark.slow
 def test_divided_prefill_of_every_family():
+    for family in SUPPORTED:  # once, and not in each process
+        count_once(decoder_config(family))
     in_processes(_divided_families, 2, SUPPORTED)
 
 

@@ -14,7 +14,7 @@ ROOT = Path(__file__).parents[1]
 ROOMS = (
     *("depth_backends", "depth_attention", "triton_kernels", "depth_stream", "depth_probe"),
     *("base_config", "attn_res_fields", "configuration_attnres", "depth_reads", "depth_queries", "base_classes"),
-    *("generation_attnres", "depth_forward", "depth_pipeline", "saving_attnres", "modeling_attnres"),
+    *("depth_forward", "generation_attnres", "depth_pipeline", "saving_attnres", "modeling_attnres"),
     "multimodal_attnres",
     *("outputs", "runtime", "fingerprint", "rows", "sources", "checkpoint", "reports", "families", "liger"),
     *(

@@ -1,0 +1,416 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""A real pretrained model trained further, as it is and converted: what it learns, and what it keeps.
+
+    python benchmarks/retrofit_study.py run      # hours on one thread; interrupted, it goes on
+    python benchmarks/retrofit_study.py speed    # seconds per training step, alternating, in one process
+    python benchmarks/retrofit_study.py report   # table.md from what lies in benchmarks/retrofit
+
+What is compared, and how, was written down first: benchmarks/retrofit/protocol.md.
+"""
+
+import json
+import math
+import shutil
+import statistics
+import time
+import zlib
+from dataclasses import asdict, dataclass
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from peft import LoraConfig, get_peft_model
+from rich.console import Console
+from scipy import stats
+from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
+
+from attnres.benchmarks.read_study import detectable, holm
+from attnres.benchmarks.real import PACKAGE, packaged_model
+from attnres.benchmarks.real_prompts import CHAT
+from attnres.benchmarks.twin import alternate
+from attnres.conversion import convert, revert
+from attnres.demo import windows
+from attnres.eval.tasks import installed
+from attnres.outputs import write_file
+from attnres.training import AttnResTrainer, AttnResTrainingArguments
+from attnres.training.adapters import lora_config, queries_config
+
+
+RESULTS = Path(__file__).parent / "retrofit"
+SEEDS, TUNING_SEED = range(5), 100
+STEPS, TUNING_STEPS, BATCH, LENGTH = 40, 20, 2, 128
+TUNING_WINDOWS, JUDGING_WINDOWS, QUESTIONS, ANSWER_TOKENS = 24, 48, 100, 48
+NUM_BLOCKS, LORA_RANK, QUERY_RATE = 8, 8, 2e-4
+ARMS = {
+    "base": "as it is",
+    "full_prenorm": "all weights, PreNorm",
+    "full_prenorm_double": "all weights, PreNorm, twice the tokens",
+    "full": "all weights, AttnRes",
+    "lora_prenorm": "LoRA, PreNorm",
+    "lora_prenorm_double": "LoRA, PreNorm, twice the tokens",
+    "lora": "LoRA and queries",
+    "queries": "queries alone",
+    "heads": "queries alone, 4 heads",
+}
+GRIDS = {
+    "full": (1e-5, 3e-5, 9e-5),
+    "lora": (1e-4, 3e-4, 9e-4),
+    "queries": (1e-4, 3e-4, 9e-4),
+    "heads": (1e-4, 3e-4, 9e-4),
+}
+METRICS = {
+    "judging": "loss, new text",
+    "old_text": "loss, other text",
+    "quartz": "QuaRTz, points",
+    "chat": "loss, the base's own answers",
+}
+# What each arm is compared with
+BESIDE = {"full": "full_prenorm", "lora": "lora_prenorm", "queries": "base", "heads": "queries"}
+console = Console()
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. Its name is that of its result file."""
+
+    arm: str
+    seed: int
+    steps: int
+    learning_rate: float
+
+    @property
+    def name(self) -> str:
+        of = f"lr{self.learning_rate:g}" if self.seed == TUNING_SEED else f"seed{self.seed}"
+        return f"{self.arm}-{of}"
+
+
+def read_runs(results: Path) -> dict[Run, dict[str, Any]]:
+    found = {}
+    for path in sorted((results / "runs").glob("*.json")):
+        result = json.loads(path.read_text())
+        found[Run(**result["run"])] = result
+    return found
+
+
+def swept(arm: str) -> str:
+    """The arm whose rates are those of this one."""
+    return arm.removesuffix("_double")
+
+
+def tuning_losses(found: dict[Run, dict[str, Any]], arm: str) -> dict[float, float]:
+    """By learning rate, in their order."""
+    losses = {
+        run.learning_rate: result["tuning"]
+        for run, result in found.items()
+        if (run.arm, run.seed) == (arm, TUNING_SEED)
+    }
+    return dict(sorted(losses.items()))
+
+
+def next_rate(losses: dict[float, float], grid: tuple[float, ...]) -> float | None:
+    """What a sweep still has to try, `None` at its end."""
+    missing = [rate for rate in grid if rate not in losses]
+    if missing:
+        return missing[0]
+    best = min(losses, key=losses.__getitem__)
+    beyond = best * 3 if best == max(losses) else best / 3 if best == min(losses) else None
+    return None if beyond is None else float(f"{beyond:.0e}")
+
+
+def next_run(found: dict[Run, dict[str, Any]]) -> Run | None:
+    """First all sweeps, and then all arms seed by seed; `None` when everything has a result."""
+    rates = {"base": 0.0}
+    for arm in map(swept, list(ARMS)[1:]):
+        losses = tuning_losses(found, arm)
+        rate = next_rate(losses, GRIDS[arm.removesuffix("_prenorm")])
+        if rate is not None:
+            return Run(arm, TUNING_SEED, TUNING_STEPS, rate)
+        rates[arm] = min(losses, key=losses.__getitem__)
+    for seed in SEEDS:
+        for arm in ARMS:
+            if arm == "base" and seed:  # nothing in it depends on a seed
+                continue
+            steps = 0 if arm == "base" else 2 * STEPS if arm.endswith("_double") else STEPS
+            run = Run(arm, seed, steps, rates[swept(arm)])
+            if run not in found:
+                return run
+    return None
+
+
+def new_text() -> dict[str, list[str]]:
+    """The package's modules; one in ten is held out by its name, and of these every third is for tuning."""
+    root = Path(metadata.distribution(PACKAGE).locate_file(PACKAGE))
+    parts: dict[str, list[str]] = {"train": [], "tuning": [], "judging": []}
+    for path in sorted(root.rglob("*.py")):
+        name = path.relative_to(root).as_posix()
+        text, number = path.read_text(encoding="utf-8"), zlib.crc32(name.encode())
+        if text and "tests/" not in name:
+            parts["train" if number % 10 else "tuning" if number % 3 == 0 else "judging"].append(text)
+    return parts
+
+
+@torch.no_grad()
+def prepare(work: Path):
+    """The models, and the token ids of all that is trained on and judged by, under `work`."""
+    if (work / "ready").exists():
+        return
+    shutil.rmtree(work, ignore_errors=True)
+    work.mkdir(parents=True)
+    convert(packaged_model(), work / "attnres", num_blocks=NUM_BLOCKS)
+    convert(work / "attnres", work / "heads", num_heads=4)
+    revert(work / "attnres", work / "base", verify=False)
+    tokenizer = AutoTokenizer.from_pretrained(work / "base")
+    generator = torch.Generator().manual_seed(0)
+    counts = {"train": None, "tuning": TUNING_WINDOWS, "judging": JUDGING_WINDOWS, "old_text": JUDGING_WINDOWS}
+    texts = new_text() | {"old_text": [row["text"] for row in installed.texts()["test"]]}
+    rows: dict[str, Any] = {}
+    for part, count in counts.items():
+        found = windows(tokenizer, texts[part], LENGTH)
+        rows[part] = found[torch.randperm(len(found), generator=generator)[:count]]
+    model = AutoModelForCausalLM.from_pretrained(work / "base", dtype=torch.float32).eval()
+    rows["chat"] = []
+    for text in CHAT:
+        ids = tokenizer.apply_chat_template(
+            [{"role": "user", "content": text}], add_generation_prompt=True, return_tensors="pt", return_dict=True
+        ).input_ids
+        answer = model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=ANSWER_TOKENS, do_sample=False
+        )
+        rows["chat"].append((answer, ids.shape[1]))
+    rows["quartz"] = [
+        [
+            (
+                tokenizer(text + end, return_tensors="pt").input_ids,
+                tokenizer(text, return_tensors="pt").input_ids.shape[1],
+            )
+            for end in ends
+        ]
+        + [right]
+        for text, ends, right in questions()
+    ]
+    torch.save(rows, work / "rows.pt")
+    (work / "ready").touch()
+
+
+def questions() -> list[tuple[str, list[str], int]]:
+    """Of QuaRTz, as our task asks them: the text, its two ends, and which is right."""
+    rows = list(installed.quartz()["test"])[:QUESTIONS]
+    return [
+        (f"Question: {row['question']}\nAnswer:", [f" {option}" for option in row["options"]], row["answer"])
+        for row in rows
+    ]
+
+
+def loss_of(model, ids: torch.Tensor, start: int = 1) -> float:
+    """The sum over the tokens from `start` on."""
+    logits = model(ids).logits[:, start - 1 : -1].float()
+    return torch.nn.functional.cross_entropy(logits.flatten(0, 1), ids[:, start:].flatten(), reduction="sum").item()
+
+
+@torch.no_grad()
+def judge(model, rows: dict[str, Any], only_tuning: bool) -> dict[str, float]:
+    """The metrics of a model: mean losses of a token, and the part of right answers in percent."""
+    model.eval()
+
+    def mean(part: str) -> float:
+        return sum(loss_of(model, ids) for ids in rows[part].split(8)) / (len(rows[part]) * (LENGTH - 1))
+
+    found = {"tuning": mean("tuning")}
+    if only_tuning:
+        return found
+    found |= {part: mean(part) for part in ("judging", "old_text")}
+    found["chat"] = sum(loss_of(model, ids, start) for ids, start in rows["chat"]) / sum(
+        ids.shape[1] - start for ids, start in rows["chat"]
+    )
+    right = [min((0, 1), key=lambda i: loss_of(model, *ends[i])) == answer for *ends, answer in rows["quartz"]]
+    return found | {"quartz": 100 * statistics.mean(right)}
+
+
+def make_model(arm: str, seed: int, work: Path):
+    folder = "base" if arm == "base" or "_prenorm" in arm else "heads" if arm == "heads" else "attnres"
+    model = AutoModelForCausalLM.from_pretrained(work / folder, dtype=torch.float32)
+    set_seed(seed)
+    if arm in ("queries", "heads"):
+        return get_peft_model(model, queries_config())
+    if arm.startswith("lora"):
+        shape = {"r": LORA_RANK, "lora_alpha": 2 * LORA_RANK}
+        plain = {"task_type": "CAUSAL_LM", "target_modules": "all-linear"}
+        return get_peft_model(model, LoraConfig(**plain, **shape) if "_prenorm" in arm else lora_config(**shape))
+    return model
+
+
+def train(run: Run, work: Path) -> dict[str, Any]:
+    """Train one run; its figures."""
+    start, rows = time.time(), torch.load(work / "rows.pt")
+    model = make_model(run.arm, run.seed, work)
+    log = []
+    if run.steps:
+        order = torch.randperm(len(rows["train"]), generator=torch.Generator().manual_seed(run.seed))
+        ids = rows["train"][order[: run.steps * BATCH]]
+        rates = {"queries": None, "heads": None}  # their own
+        arguments = AttnResTrainingArguments(
+            output_dir=str(work / "trainer"),
+            per_device_train_batch_size=BATCH,
+            max_steps=run.steps,
+            learning_rate=run.learning_rate,
+            query_learning_rate=rates.get(run.arm, QUERY_RATE),
+            lr_scheduler_type="cosine",
+            warmup_steps=run.steps // 20,
+            weight_decay=0.0,
+            train_sampling_strategy="sequential",
+            logging_steps=run.steps // 10,
+            save_strategy="no",
+            report_to=[],
+            use_cpu=True,
+            disable_tqdm=True,
+            seed=run.seed,
+        )
+        trainer = AttnResTrainer(
+            model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids]
+        )
+        trainer.train()
+        log = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    return {
+        "run": asdict(run),
+        **judge(model, rows, only_tuning=run.seed == TUNING_SEED),
+        "train_loss": log,
+        "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad) if run.steps else 0,
+        "seconds": time.time() - start,
+    }
+
+
+@app.command("run")
+def run_all(
+    work: Annotated[Path, typer.Option(help="Folder for models and windows.")] = Path("retrofit-work"),
+    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
+):
+    """Train what has no result yet, on one thread."""
+    torch.set_num_threads(1)
+    prepare(work)
+    while run := next_run(read_runs(results)):
+        result = train(run, work)
+        write_file(results / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
+        figures = ", ".join(f"{name} {result[name]:.4f}" for name in ("tuning", *METRICS) if name in result)
+        console.print(f"{run.name}: {figures}, {result['seconds']:.0f} s", highlight=False)
+    console.print(f"All runs are in {results}/runs; `python benchmarks/retrofit_study.py report` makes the table.")
+
+
+@app.command()
+def speed(
+    work: Annotated[Path, typer.Option(help="Folder for models and windows.")] = Path("retrofit-work"),
+    results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
+    pairs: Annotated[int, typer.Option(help="Alternating steps of each model.")] = 7,
+):
+    """Seconds of a training step of the arms that are compared at equal time, in turn, on one thread."""
+    torch.set_num_threads(1)
+    prepare(work)
+    ids = torch.load(work / "rows.pt")["train"][:BATCH]
+    arms = [arm for pair in (("full_prenorm", "full"), ("lora_prenorm", "lora")) for arm in pair]
+
+    def step_of(arm: str):
+        model = make_model(arm, 0, work).train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
+
+        def step():
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    seconds = alternate([step_of(arm) for arm in arms], pairs, "Training steps")
+    figures = {}
+    for i, arm in enumerate(arms):
+        ratios = seconds[:, i] / seconds[:, i - i % 2]
+        quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=ratios.dtype)).tolist()
+        figures[arm] = {"seconds": seconds[:, i].median().item(), "ratio_quartiles": quartiles}
+    write_file(results / "speed.json", json.dumps(figures, indent=1) + "\n")
+    console.print(figures)
+
+
+def differences(
+    finals: dict[tuple[str, int], dict[str, Any]], seeds: list[int], speeds: dict[str, Any]
+) -> dict[tuple[str, str, str], list[float]]:
+    """By metric, arm and kind of comparison, of each seed."""
+    found = {}
+    for metric in METRICS:
+        for arm, other in BESIDE.items():
+            pairs = [(finals[arm, s][metric], finals[other, 0 if other == "base" else s][metric]) for s in seeds]
+            found[metric, arm, "equal tokens"] = [a - b for a, b in pairs]
+            if f"{other}_double" not in ARMS or arm not in speeds:
+                continue
+            share = math.log2(speeds[arm]["ratio_quartiles"][1])
+            at_equal_time = [
+                (1 - share) * finals[other, s][metric] + share * finals[f"{other}_double", s][metric] for s in seeds
+            ]
+            found[metric, arm, "equal time"] = [a - b for (a, _), b in zip(pairs, at_equal_time)]
+    return found
+
+
+@app.command()
+def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
+    """Write table.md anew, from the results alone."""
+    found = read_runs(results)
+    finals = {(run.arm, run.seed): result for run, result in found.items() if run.seed != TUNING_SEED}
+    arms = list(ARMS)[1:]
+    seeds = [seed for seed in SEEDS if all((arm, seed) in finals for arm in arms)]
+    if len(seeds) < 3:
+        raise typer.BadParameter(f"{len(seeds)} seeds have all arms, and three are needed: go on with `run`.")
+    speeds = json.loads((results / "speed.json").read_text()) if (results / "speed.json").exists() else {}
+    lines = [
+        "# A real model trained further",
+        "",
+        f"By the [protocol](protocol.md), seeds {seeds[0]} to {seeds[-1]}.",
+        "",
+    ]
+    lines += [
+        f"| | trained parameters | learning rate | {' | '.join(METRICS.values())} |",
+        "|---" * (3 + len(METRICS)) + "|",
+    ]
+    for arm, label in ARMS.items():
+        of_arm = [finals[arm, s] for s in ([0] if arm == "base" else seeds)]
+        figures = [f"{statistics.mean(r[m] for r in of_arm):.4f}" for m in METRICS]
+        run = of_arm[0]["run"]
+        lines.append(
+            f"| {label} | {of_arm[0]['trained_parameters']:,} | {run['learning_rate']:g} | {' | '.join(figures)} |"
+        )
+    rows = differences(finals, seeds, speeds)
+    constant = {key for key, values in rows.items() if max(values) == min(values)}
+    tested = [key for key in rows if key not in constant]
+    corrected = dict(zip(tested, holm([stats.ttest_1samp(rows[key], 0).pvalue for key in tested])))
+    for metric, label in METRICS.items():
+        lines += [
+            "",
+            f"## {label}",
+            "",
+            "| | less | | by seed | mean [95 %] | p (Holm) |",
+            "|---|---|---|---|---|---|",
+        ]
+        for (of_metric, arm, kind), values in rows.items():
+            if of_metric != metric:
+                continue
+            by_seed = ", ".join(f"{d:+.4f}" for d in values)
+            if (metric, arm, kind) in constant:
+                lines.append(f"| {ARMS[arm]} | {ARMS[BESIDE[arm]]} | {kind} | {by_seed} | the same in every seed | |")
+                continue
+            low, high = stats.ttest_1samp(values, 0).confidence_interval()
+            p, mean = corrected[metric, arm, kind], f"{statistics.mean(values):+.4f} [{low:+.4f}, {high:+.4f}]"
+            mean = f"**{mean}**" if p < 0.05 else mean
+            lines.append(f"| {ARMS[arm]} | {ARMS[BESIDE[arm]]} | {kind} | {by_seed} | {mean} | {p:.3f} |")
+        spread = {
+            arm: v for (of_metric, arm, kind), v in rows.items() if of_metric == metric and kind == "equal tokens"
+        }
+        lines += ["", f"Before correction, a difference of {detectable(spread):.4f} is found with probability 0.8."]
+    lines += ["", "## Tuning loss by learning rate", "", "| | learning rate: loss |", "|---|---|"]
+    for arm in arms:
+        if losses := tuning_losses(found, arm):
+            lines.append(f"| {ARMS[arm]} | {', '.join(f'{rate:g}: {loss:.3f}' for rate, loss in losses.items())} |")
+    write_file(results / "table.md", "\n".join(lines) + "\n")
+    console.print(f"Wrote {results / 'table.md'}", highlight=False)
+
+
+if __name__ == "__main__":
+    app()
