@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attnres.configuration_attnres import AttnResConfig
 from attnres.conversion.files import hidden_folder
-from attnres.depth_pipeline import PassThrough, num_sources
+from attnres.depth_pipeline import PassThrough, count_tensors
 from attnres.depth_probe import decoder_layers, probe_slices
 from attnres.depth_queries import AttnResDepthQueries
 from attnres.modeling_attnres import AttnResForCausalLM
@@ -186,7 +186,7 @@ class AttnResPipeline:
             size = (*shape, self.config.hidden_size)
             return tuple(
                 torch.empty(size, dtype=dtype, device="meta", requires_grad=True)
-                for _ in range(num_sources(self.config, site)[1] + len(blocks))
+                for _ in range(count_tensors(self.config, site)[1] + len(blocks))
             )
 
         if number == 0:

@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnres.base_classes import DepthReader
 from attnres.configuration_attnres import AttnResConfig
-from attnres.depth_pipeline import num_sources
+from attnres.depth_pipeline import count_tensors
 from attnres.depth_probe import DrawnOnce, FirstOfAll, decoder_layers, probe_slices
 from attnres.depth_queries import AttnResDepthQueries
 from attnres.families import read_decoder_config
@@ -324,7 +324,7 @@ def transfers(
     """What crosses between processes for one microbatch, forward. As much comes back as gradients."""
     tensor = layout.microbatch_size * layout.sequence_length * config.hidden_size * layout.itemsize
     hops = [site for site, rank, other in zip(sites[1:], ranks, ranks[1:]) if rank != other]
-    num_open = sum(num_sources(config, site)[1] for site in hops)
+    num_open = sum(count_tensors(config, site)[1] for site in hops)
     blocks = {
         name: num_transfers(route_blocks(sites, ranks, config.attn_res_block_size, cache=is_cached), ranks)
         for name, is_cached in (("naive", False), ("cached", cache))

@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from attnres.depth_pipeline import num_sources
+from attnres.depth_pipeline import count_tensors
 from attnres.depth_stream import DepthStream
 from attnres.modeling_attnres import AttnResForCausalLM
 
@@ -50,7 +50,7 @@ class StageModule(nn.Module):
     def num_open(self) -> tuple[int, int]:
         """How many tensors of the open block are received, and sent."""
         config = self.model.config
-        return num_sources(config, self.route.entry_site)[1], num_sources(config, self.route.exit_site)[1]
+        return count_tensors(config, self.route.entry_site)[1], count_tensors(config, self.route.exit_site)[1]
 
     def forward(self, *tensors: torch.Tensor, **kwargs) -> torch.Tensor | tuple[torch.Tensor, ...]:
         """One microbatch.

@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from attnres import AttnResConfig
+from attnres import AttnResConfig, depth_probe
 from attnres.conversion import convert
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
@@ -51,12 +51,15 @@ def test_every_type_is_known():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("model_type", sorted({*SUPPORTED} - NO_DEFAULTS))
-def test_every_tensor_of_the_real_size(model_type):
+def test_every_tensor_of_the_real_size(model_type, monkeypatch):
     """With the defaults of the config class, which are a released model's: names, shapes, ties and renamings.
 
     On the meta device: no weights.
     """
     base_config = AutoConfig.for_model(model_type)
+    additions = SUPPORTED[model_type]["additions"]
+    if len(additions) == 1 and base_config.num_hidden_layers > 16:  # all layers alike, and a probe of many takes long
+        monkeypatch.setattr(depth_probe, "probe_sublayers", lambda config: additions * config.num_hidden_layers)
     config = AttnResConfig.from_base_config(base_config, num_blocks=8, attn_res_scale_norm_eps=True)
     with torch.device("meta"):
         base, model = (AutoModelForCausalLM.from_config(c) for c in (base_config, config))

@@ -58,7 +58,7 @@ def test_scores_are_the_same(tasks, limit, base, folder, tmp_path):
         [str(base), str(folder / "attnres")],
         tmp_path / "out",
         tasks=[f"attnres_offline_{task}" for task in tasks],
-        options=EvalOptions(limit=limit, max_gen_toks=48),
+        options=EvalOptions(limit=limit, max_gen_toks=24),
         device="cpu",
         batch_size=5,
         allow_code_execution=True,
