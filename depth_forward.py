@@ -77,12 +77,20 @@ def _with_tensors(outputs: Any) -> Any:
             outputs["hidden_states"] = tuple(_read(state) for state in outputs["hidden_states"])
         if behind is not None:
             outputs["last_hidden_state"] = behind
-        elif "last_hidden_state" in outputs:  # of a base without a final norm, which would have read it
+        elif _is_final(outputs.get("last_hidden_state")):
             outputs["last_hidden_state"] = _read(outputs["last_hidden_state"])
     elif isinstance(outputs, tuple):
-        outputs = tuple(tuple(map(_read, part)) if isinstance(part, tuple) else _read(part) for part in outputs)
+        outputs = tuple(
+            tuple(map(_read, part)) if isinstance(part, tuple) else _read(part) if _is_final(part) else part
+            for part in outputs
+        )
         return outputs if behind is None else (behind, *outputs[1:])
     return outputs
+
+
+def _is_final(value) -> bool:
+    """Whether it is a stream at the last site, of a base without a final norm, which would have read it."""
+    return isinstance(value, DepthStream) and value.site == len(value.queries) - 1
 
 
 def _read(value):

@@ -158,18 +158,21 @@ def test_trainer_with_bf16_and_checkpointing(tmp_path):
     assert model.model.depth_queries.query.abs().max() > 1e-3
 
 
-def on_two_processes(function, *args):
+def on_two_processes(function, *cases):
+    """Call a function with the arguments of each case in turn, as processes take longer to start than most cases."""
     # They meet in a file, as a port that is free now can be taken when they start
     with tempfile.TemporaryDirectory() as folder:
-        torch.multiprocessing.spawn(_in_process, args=(function, f"file://{folder}/meeting", args), nprocs=2)
+        torch.multiprocessing.spawn(_in_process, args=(function, f"file://{folder}/meeting", cases), nprocs=2)
 
 
-def _in_process(rank, function, meeting, args):
+def _in_process(rank, function, meeting, cases):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2")
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=meeting, rank=rank, world_size=2)
     try:
-        function(rank, *args)
+        for case in cases:
+            print(f"{function.__name__}{case}", flush=True)
+            function(rank, *case)
     finally:
         dist.destroy_process_group()
 
@@ -187,7 +190,7 @@ def _ddp(rank):
 
 @pytest.mark.slow
 def test_ddp():
-    on_two_processes(_ddp)
+    on_two_processes(_ddp, ())
 
 
 def _fsdp(rank, mixed_precision):
@@ -213,9 +216,8 @@ def _fsdp(rank, mixed_precision):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mixed_precision", [True, False])
-def test_fsdp2(mixed_precision):
-    on_two_processes(_fsdp, mixed_precision)
+def test_fsdp2():
+    on_two_processes(_fsdp, (True,), (False,))
 
 
 def _distributed_config(rank, path, kind):
@@ -239,10 +241,11 @@ def _distributed_config(rank, path, kind):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind, family", itertools.product(["tp", "fsdp"], ["qwen3_moe", "qwen3"]))
-def test_transformers_distributed_config(kind, family, tmp_path):
-    randomize_queries(convert(tiny_base_model(family), 3)).save_pretrained(tmp_path / "model")
-    on_two_processes(_distributed_config, str(tmp_path / "model"), kind)
+def test_transformers_distributed_config(tmp_path):
+    families = "qwen3_moe", "qwen3"
+    for family in families:
+        randomize_queries(convert(tiny_base_model(family), 3)).save_pretrained(tmp_path / family)
+    on_two_processes(_distributed_config, *itertools.product([str(tmp_path / f) for f in families], ["tp", "fsdp"]))
 
 
 def _pipeline_stages(rank, path, base_path):
@@ -260,9 +263,9 @@ def _pipeline_stages(rank, path, base_path):
 
 # With every change `test_pipeline_stages` in test_generation.py, which needs no processes
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "family, block_size, fields",
-    [
+def test_transformers_pipeline_stages(tmp_path):
+    folders = []
+    for family, block_size, fields in (
         ("llama", 3, {}),
         ("llama", 1, {}),
         ("llama", 4, {}),
@@ -272,15 +275,14 @@ def _pipeline_stages(rank, path, base_path):
         ("llama", 4, {"attn_res_open_block": "each"}),
         ("llama", 3, {"attn_res_num_heads": 4, "attn_res_weights": "softmax1"}),
         ("llama", 3, {"attn_res_query": "hybrid"}),
-    ],
-)
-def test_transformers_pipeline_stages(family, block_size, fields, tmp_path):
-    base = tiny_base_model(family)
-    model = AttnResForCausalLM(AttnResConfig.from_base_config(base.config, block_size=block_size, **fields))
-    model.load_state_dict(base.state_dict(), strict=False)
-    with torch.no_grad():
-        for tensor in model.model.depth_queries.zeros_at_first():
-            tensor.normal_(std=0.3)
-    for name, saved in (("base", base), ("model", model)):
-        saved.save_pretrained(tmp_path / name)
-    on_two_processes(_pipeline_stages, str(tmp_path / "model"), str(tmp_path / "base"))
+    ):
+        base = tiny_base_model(family)
+        model = AttnResForCausalLM(AttnResConfig.from_base_config(base.config, block_size=block_size, **fields))
+        model.load_state_dict(base.state_dict(), strict=False)
+        with torch.no_grad():
+            for tensor in model.model.depth_queries.zeros_at_first():
+                tensor.normal_(std=0.3)
+        folders.append([str(tmp_path / f"{len(folders)}-{name}") for name in ("model", "base")])
+        for saved, folder in zip((model, base), folders[-1]):
+            saved.save_pretrained(folder)
+    on_two_processes(_pipeline_stages, *folders)
