@@ -172,14 +172,17 @@ class Read:
         outputs: Sequence[torch.Tensor],
     ):
         """Raise a `ValueError` unless a stream at the site is made of so many blocks and outputs of the open block."""
-        num_blocks, num_open = divmod(site, block_size)
-        num_blocks, num_outputs = 1 + num_blocks, num_open if self.open_block == "each" else 0
-        if (len(blocks), partial is not None, len(outputs)) != (num_blocks, num_open > 0, num_outputs):
+
+        def in_words(num_blocks: int, is_open: bool, num_outputs: int) -> str:
+            return f"{num_blocks} `blocks`, {'a' if is_open else 'no'} `partial` and {num_outputs} `outputs`"
+
+        num_closed, num_open = divmod(site, block_size)
+        expected = in_words(1 + num_closed, num_open > 0, num_open if self.open_block == "each" else 0)
+        given = in_words(len(blocks), partial is not None, len(outputs))
+        if given != expected:
             raise ValueError(
                 f"A stream at site {site} with `attn_res_block_size={block_size}` and"
-                f" `attn_res_open_block={self.open_block!r}` has {num_blocks} `blocks`, {'a' if num_open else 'no'}"
-                f" `partial` and {num_outputs} `outputs`, and {len(blocks)}, {'no' if partial is None else 'a'} and"
-                f" {len(outputs)} were given."
+                f" `attn_res_open_block={self.open_block!r}` has {expected}, not {given}."
             )
 
     def start(

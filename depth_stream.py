@@ -402,13 +402,10 @@ class DepthStream:
         return self.read() / _read_all(other)
 
     def _is_factor(self, other: Any) -> bool:
-        """Whether it is a positive number: reads scale as the sources do. A negative one would flip the scores.
-
-        The sign of a tensor is not looked at, which would wait for the GPU.
-        """
+        """Whether it is a number, which scales every source. (The scores keep its sign alone.)"""
         if isinstance(other, torch.Tensor):  # of more dimensions it goes with the tokens, if there is one
             return other.ndim <= 1 and other.numel() == 1
-        return not isinstance(other, DepthStream) and other > 0
+        return not isinstance(other, DepthStream)
 
     def __sub__(self, other):
         return self.read() - other

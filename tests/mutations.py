@@ -105,7 +105,7 @@ MUTATIONS = [
     ("depth_queries.py", "if of_read else Read()\n        if read != self.read:", "if of_read else Read()\n        if False:", READS),
     ("depth_queries.py", "read = Read.of(config)\n        if read != self.read:", "read = Read.of(config)\n        if False:", READS),
     ("depth_queries.py", "init.normal_(tensor, std=self.std)", "init.zeros_(tensor)", READS),
-    ("modeling_attnres.py", "        if len(outputs) != num_outputs:", "        if False:", READS),
+    ("depth_reads.py", "        if given != expected:", "        if False:", READS),
     ("depth_attention.py", "if type(cache) is not cls:", "if cache is None:", READS),
     ("depth_reads.py", "torch.div(torch.mv(queries, vector).view_as(scores), length, out=scores)", "torch.div(torch.mv(queries, vector).view(scores.shape[::-1]).mT, length, out=scores)", READS),
     ("depth_reads.py", "by_slice.diagonal(dim1=1, dim2=2)", "by_slice.transpose(1, 2).flip(1).diagonal(dim1=1, dim2=2)", READS),

@@ -402,8 +402,6 @@ READS = {
     "itself, times": lambda stream, x: stream * stream,
     "a vector, times": lambda stream, x: stream * x[0, 0],
     "a vector, in front": lambda stream, x: x[0, 0] * stream,
-    "a negative number, which would flip the scores": lambda stream, x: stream * -1.5,
-    "divided by a negative number": lambda stream, x: stream / -2,
     "a number for each token": lambda stream, x: stream * x[..., :1],
     "a quotient of two": lambda stream, x: x / stream + stream / (x * x + 1),
     "powers": lambda stream, x: -(stream**2) @ x.mT,

@@ -385,7 +385,7 @@ def test_parts_that_do_not_fit_the_site(input_ids):
         for grad in (True, False):
             with (
                 torch.set_grad_enabled(grad),
-                pytest.raises(ValueError, match=f"A stream at site {site} with .* were given"),
+                pytest.raises(ValueError, match=f"A stream at site {site} with .* `outputs`, not "),
             ):
                 model.start_stream(blocks, partial, site)
 

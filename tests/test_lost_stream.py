@@ -117,8 +117,8 @@ def test_layers_that_are_left_out_or_run_twice(input_ids):
     model = convert(tiny_base_model("llama"), 3)
     layers = list(model.model.layers)
     for order, sites in (
-        ([0, 2, 3], "4, and was given it at site 2"),
-        ([0, 1, 1, 2], "2, and was given it at site 4"),
+        ([0, 2, 3], "4, and was given the stream at site 2"),
+        ([0, 1, 1, 2], "2, and was given the stream at site 4"),
     ):
         model.model.layers = torch.nn.ModuleList([layers[i] for i in order])
         with pytest.raises(ValueError, match=f"has to be given the residual stream at site {sites}"):
@@ -143,7 +143,7 @@ def test_number_of_layers_is_probed_again(input_ids):
     assert config.num_sites == 5 and AttnResForCausalLM(config)(input_ids).logits.shape == (3, 11, 97)
     config = AttnResConfig.from_dict({**config.to_dict(), "attn_res_sublayers": [2, 1]})
     with pytest.raises(
-        ValueError, match="should have handed on the residual stream at site 3, and handed on it at site 4"
+        ValueError, match="should have handed on the residual stream at site 3, but handed on the stream at site 4"
     ):
         AttnResForCausalLM(config)(input_ids)
 
