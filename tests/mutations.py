@@ -147,6 +147,16 @@ MUTATIONS = [
     ("training/stages.py", "register_parameter(leaf, model.get_parameter(first))", "register_parameter(leaf, parameters[first])", PRETRAINING),
     ("parallel/pipeline.py", "return weight.grad.redistribute(placements=weight.placements)", "return weight.grad", PRETRAINING),
     ("parallel/stage.py", "keeps or tensor.is_leaf", "tensor.is_leaf", PIPELINES),
+    # What is handed on between slices, seen and kept
+    ("depth_forward.py", "stream if depth_recorder is None else stream.with_recorder(depth_recorder)", "stream", ("tests/test_generation.py",)),
+    ("depth_forward.py", '        elif _is_final(outputs.get("last_hidden_state")):', "        elif False:", ("tests/test_generation.py",)),
+    ("depth_stream.py", "        self.check_memory()\n        context", "        context", STREAM),
+    ("depth_pipeline.py", "    stream.check_memory()\n", "", STREAM),
+    ("depth_pipeline.py", "if not 0 <= start < end <= len(layers):", "if False:", ("tests/test_generation.py",)),
+    ("modeling_attnres.py", "                stream.prepare_reads()", "                pass", ("tests/test_generation.py",)),
+    ("modeling_attnres.py", "    forward = with_depth_attentions(GenericForTokenClassification.forward)", "    pass", ("tests/test_loading.py",)),
+    ("base_classes.py", " and not args and not kwargs", "", STREAM),
+    ("depth_stream.py", "masked is not None and (len(self.sources) == 1 or not 0 <= masked < len(self.sources))", "False", STREAM),
 ]  # fmt: skip
 
 
