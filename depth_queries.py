@@ -2,6 +2,7 @@
 """The parameters that depth attention adds to a model: for each site a query and the weight of its key norm."""
 
 import copy
+import sys
 from collections.abc import Callable
 
 import torch
@@ -96,6 +97,11 @@ class AttnResDepthQueries(nn.Module):
         return super()._apply(keep_wide, recurse)
 
     def __deepcopy__(self, memo: dict):
+        # CODEPATH: PEFT's wrapper of a module passes on what it does not have itself, also this method: `deepcopy(x)`
+        # of a wrapper arrives here, and has to copy the wrapper
+        wrapper = sys._getframe(1).f_locals.get("x", self)
+        if wrapper is not self and hasattr(wrapper, "modules_to_save"):
+            return copy._reconstruct(wrapper, memo, *wrapper.__reduce_ex__(4))  # type: ignore[attr-defined]
         is_adapter = not memo
         copied = type(self).__new__(type(self))
         memo[id(self)] = copied

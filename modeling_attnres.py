@@ -253,7 +253,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         if recorder is not None:
             recorder.tokens = blocks[0].shape[:-1]
         if torch.is_grad_enabled() or recorder is not None or get_backend() == "reference":
-            if site and not (self.training and self.is_gradient_checkpointing):
+            if site and not any(getattr(layer, "gradient_checkpointing", False) for layer in decoder_layers(self)):
                 stream.prepare_reads()  # once for all layers of this slice, see `enter_layer`
             return stream
         # A compiled graph plans its own memory

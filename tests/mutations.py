@@ -192,7 +192,10 @@ def main():
         if not test:
             survivors.append(number)
         name, _, after, _ = MUTATIONS[number]
-        print(f"{number:2} {name}: {after.strip().splitlines()[0][:80]} | {test or 'SURVIVED'}", flush=True)
+        print(
+            f"{number:2} {name}: {(after.strip() or 'nothing').splitlines()[0][:80]} | {test or 'SURVIVED'}",
+            flush=True,
+        )
     print(f"{len(numbers) - len(survivors)} of {len(numbers)} killed" + (f"; not {survivors}" if survivors else ""))
     raise SystemExit(bool(survivors))
 

@@ -1,9 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """PEFT on AttnRes models: what it adapts if nothing is said, and batches of several adapters."""
 
+import copy
+
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from tiny_models import EVERY_FAMILY, convert, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM
 
@@ -113,3 +115,43 @@ def test_adapters_with_queries_beside_do_not_disturb(active, input_ids):
         mixed = model(input_ids, adapter_names=["b", "__base__", "__base__"]).logits
     torch.testing.assert_close(mixed[:1], expected)
     torch.testing.assert_close(mixed[1:], base)
+
+
+@pytest.mark.parametrize("is_disabled", [False, True])
+def test_a_copy_of_an_adapted_model(is_disabled, input_ids, tmp_path):
+    """It has the adapter's queries and the base's, as the original has, and saves and unloads alike."""
+    model = convert(tiny_base_model("llama"), 3).eval()
+    with torch.no_grad():
+        of_base = model(input_ids).logits
+    adapted = get_peft_model(model, lora_config(r=2)).eval()
+    adapted.add_adapter("other", lora_config(r=2))
+    for name, parameter in adapted.named_parameters():
+        if "lora" in name or "modules_to_save" in name:
+            torch.nn.init.normal_(parameter, std=0.3)
+
+    def of_each(adapted):
+        found = []
+        with torch.no_grad():
+            for name in ("other", "default"):
+                adapted.set_adapter(name)
+                found.append(adapted(input_ids).logits)
+            with adapted.disable_adapter():
+                found.append(adapted(input_ids).logits)
+        return found
+
+    expected = of_each(adapted)
+    assert torch.equal(expected[-1], of_base) and not torch.allclose(expected[0], expected[1])
+    if is_disabled:
+        adapted.base_model.disable_adapter_layers()
+    copied = copy.deepcopy(adapted)
+    for parameter, other in zip(adapted.parameters(), copied.parameters(), strict=True):
+        assert parameter is not other
+    copied.base_model.enable_adapter_layers()
+    assert all(map(torch.equal, of_each(copied), expected))
+    copied.save_pretrained(tmp_path)
+    loaded = PeftModel.from_pretrained(convert(tiny_base_model("llama"), 3), tmp_path).eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(input_ids).logits, expected[1])
+        assert torch.equal(copied.unload()(input_ids).logits, adapted.unload()(input_ids).logits)
+    with pytest.raises(RuntimeError, match="trained with `attn_res_block_size=3` and this model has 2"):
+        PeftModel.from_pretrained(convert(tiny_base_model("llama"), 2), tmp_path)
