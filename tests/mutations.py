@@ -154,7 +154,7 @@ MUTATIONS = [
     ("depth_pipeline.py", "    stream.check_memory()\n", "", STREAM),
     ("depth_pipeline.py", "if not 0 <= start < end <= len(layers):", "if False:", ("tests/test_generation.py",)),
     ("modeling_attnres.py", "                stream.prepare_reads()", "                pass", ("tests/test_generation.py",)),
-    ("modeling_attnres.py", "    forward = with_depth_attentions(GenericForTokenClassification.forward)", "    pass", ("tests/test_loading.py",)),
+    ("modeling_attnres.py", "    forward = with_depth_attentions(GenericForSequenceClassification.forward)", "    pass", ("tests/test_loading.py",)),
     ("base_classes.py", " and not args and not kwargs", "", STREAM),
     ("depth_stream.py", "masked is not None and (len(self.sources) == 1 or not 0 <= masked < len(self.sources))", "False", STREAM),
 ]  # fmt: skip
