@@ -2,6 +2,7 @@
 """Which reads over depth make a small model better, every arm with a learning rate of its own.
 
     python benchmarks/read_study.py run      # hours on one thread; interrupted, it goes on
+    python benchmarks/read_study.py rates    # PreNorm at other rates than the one of its sweep
     python benchmarks/read_study.py speed    # seconds per training step, alternating, in one process
     python benchmarks/read_study.py report   # table.md from what lies in benchmarks/read_study
 
@@ -35,6 +36,8 @@ RESULTS = Path(__file__).parent / "read_study"
 SEEDS, TUNING_SEED = range(5), 100
 STEPS, TUNING_STEPS = 1000, 300
 GRID = (2e-3, 4e-3, 8e-3)
+# PreNorm's sweep of 300 steps does not tell its rates apart: these are run in full as well, see the deviations
+OTHER_RATES, SEEDS_OF_OTHER_RATES = (4e-3, 8e-3), range(3)
 ARMS = {
     "prenorm": "PreNorm",
     "prenorm_double": "PreNorm, twice the tokens",
@@ -197,6 +200,32 @@ def run_all(
 
 
 @app.command()
+def rates(
+    work: Annotated[Path, typer.Option(help="Folder for windows.")] = Path("study-work"),
+    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
+):
+    """Train PreNorm in full at rates that its sweep did not choose: is the comparison one of rates?"""
+    torch.set_num_threads(1)
+    prepare(work)
+    for seed in SEEDS_OF_OTHER_RATES:
+        for rate in OTHER_RATES:
+            path = results / "other_rates" / f"prenorm-lr{rate:g}-seed{seed}.json"
+            if not path.exists():
+                result = train(Run("prenorm", seed, STEPS, rate), work)
+                write_file(path, json.dumps(result, indent=1) + "\n")
+                console.print(f"{path.stem}: judging {result['judging_loss']:.4f}", highlight=False)
+
+
+def read_other_rates(results: Path) -> dict[float, dict[int, float]]:
+    """Losses of PreNorm by rate and seed."""
+    found: dict[float, dict[int, float]] = {}
+    for path in sorted((results / "other_rates").glob("*.json")):
+        result = json.loads(path.read_text())
+        found.setdefault(result["run"]["learning_rate"], {})[result["run"]["seed"]] = result["judging_loss"]
+    return found
+
+
+@app.command()
 def speed(
     results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
     pairs: Annotated[int, typer.Option(help="Alternating steps of each model.")] = 25,
@@ -289,6 +318,19 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
         )
         mean, deviation = statistics.mean(losses[arm]), statistics.stdev(losses[arm])
         lines.append(f"| {label} | {parameters[arm]:,} | {rate:g} | {mean:.4f} ({deviation:.3f}) | {time_of_step} |")
+    others_of_prenorm = {
+        rate: [finals["blocks", seed] - losses_of_seed[seed] for seed in seeds if seed in losses_of_seed]
+        for rate, losses_of_seed in read_other_rates(results).items()
+    }
+    if others_of_prenorm:
+        lines += ["", "## 8 blocks against PreNorm at other rates than that of its sweep, equal tokens", ""]
+        lines += ["| learning rate of PreNorm | by seed | mean [95 %] |", "|---|---|---|"]
+        for rate, of_seeds in others_of_prenorm.items():
+            interval = stats.ttest_1samp(of_seeds, 0).confidence_interval()
+            by_seed = ", ".join(f"{d:+.3f}" for d in of_seeds)
+            lines.append(
+                f"| {rate:g} | {by_seed} | {statistics.mean(of_seeds):+.4f} [{interval[0]:+.4f}, {interval[1]:+.4f}] |"
+            )
     for title, rows in tables.items():
         lines += ["", f"## {title}", "", *table_of(rows), ""]
         lines.append(f"Before correction, a difference of {detectable(rows):.3f} is found with probability 0.8.")
