@@ -1,6 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What a run costs before it is started: memory of a process, what crosses between stages, and the idle part."""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnres.base_classes import DepthReader
@@ -151,11 +156,13 @@ class FlashAttention(torch.autograd.Function):
     """Not computed: it keeps what an attention keeps that has no matrix of scores."""
 
     @staticmethod
-    def forward(ctx, query, key, value):
+    def forward(ctx, query, key, value, mask):
         batch, heads, length, _ = query.shape
         output = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
         log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, log_sums)
+        # Kernels take numbers that they add, and make them of a mask in each layer
+        masks = [] if mask is None else [mask.to(query.dtype)]
+        ctx.save_for_backward(query, key, value, output, log_sums, *masks)
         return output
 
     @staticmethod
@@ -163,17 +170,33 @@ class FlashAttention(torch.autograd.Function):
         raise NotImplementedError("Nothing goes back in a plan.")
 
 
-def _attend(module, query, key, value, attention_mask, **kwargs):
-    return FlashAttention.apply(query, key, value).transpose(1, 2), None
+class WithoutScores(TorchFunctionMode):
+    """torch's attention as a kernel without a matrix of scores. Without numbers it would have one."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is scaled_dot_product_attention:
+            return self.attend(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    @staticmethod
+    def attend(query, key, value, attn_mask=None, *args, **kwargs):
+        return FlashAttention.apply(query, key, value, attn_mask)
 
 
-ALL_ATTENTION_FUNCTIONS.register("attnres_plan", _attend)
+def _mask(*args, **kwargs):
+    """Without numbers transformers takes samples for packed ones, which need a mask also where `is_causal` would do."""
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": True})
+
+
+ALL_ATTENTION_FUNCTIONS.register("attnres_plan", sdpa_attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register("attnres_plan", _mask)
 
 
 def empty_model(config: AttnResConfig, dtype: torch.dtype) -> AttnResForCausalLM:
     """A model without memory for its weights, to be used in a `FakeTensorMode`."""
     with DrawnOnce():
-        return AttnResForCausalLM._from_config(config, dtype=dtype)
+        # A model writes into its config
+        return AttnResForCausalLM._from_config(copy.deepcopy(config), dtype=dtype)
 
 
 def fake_mode() -> FakeTensorMode:
@@ -255,7 +278,7 @@ def activation_bytes(config: AttnResConfig, layout: Layout) -> list[int] | None:
     try:
         with fake_mode(), torch.device("cpu"):
             model = empty_model(config, getattr(torch, layout.dtype)).train()
-            if model._supports_attention_backend:
+            if model.config._attn_implementation == "sdpa":
                 model.config._attn_implementation = "attnres_plan"
             if layout.gradient_checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -265,7 +288,7 @@ def activation_bytes(config: AttnResConfig, layout: Layout) -> list[int] | None:
             layers[-1].register_forward_hook(at(len(layers) + 1))
             kept.update(parameter.untyped_storage()._cdata for parameter in model.parameters())
             ids = torch.zeros(shape, dtype=torch.long)
-            with FirstOfAll(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with FirstOfAll(), WithoutScores(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 loss = model(ids, labels=ids, use_cache=False).loss
             del loss
     except Exception:  # of the base, in a mode that it does not know
