@@ -118,6 +118,7 @@ def plan(config: AttnResConfig, layout: Layout) -> dict[str, Any]:
     """
     num_stages = layout.pp * layout.stages_per_rank
     ranks = ranks_of_stages(layout.pp, layout.stages_per_rank, layout.schedule)
+    check_layout(config, layout)
     layers = spread(len(config.sublayers_per_layer()), num_stages)
     # Where layers scale the stream, a block is another one at every stage
     cache = num_stages == 1 or not probe_slices(config.to_base_config()).scales_blocks
@@ -152,6 +153,30 @@ def plan(config: AttnResConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
+def num_rounds(layout: Layout) -> int:
+    """How often a process comes back to a stage, in schedules with interleaved stages: torch's rule."""
+    return max(1, layout.microbatches // layout.pp)
+
+
+def check_layout(config: AttnResConfig, layout: Layout):
+    """Raise a `ValueError` for a layout with which a run does not start."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % layout.tp:
+            raise ValueError(f"`tp={layout.tp}` must divide `{name}={heads}` of the model.")
+    count, schedule, num_stages = layout.microbatches, layout.schedule.lower(), layout.pp * layout.stages_per_rank
+    if schedule in ("1f1b", "dualpipev") and count < num_stages:
+        raise ValueError(
+            f"`microbatches={count}` must be at least the number of stages, {num_stages}, with"
+            f" `schedule={layout.schedule!r}`."
+        )
+    if schedule in ("interleaved1f1b", "interleavedzerobubble") and count % num_rounds(layout):
+        raise ValueError(
+            f"`microbatches={count}` must be a multiple of its rounds, {num_rounds(layout)}, with"
+            f" `schedule={layout.schedule!r}`: choose a multiple of `pp={layout.pp}`."
+        )
+
+
 class FlashAttention(torch.autograd.Function):
     """Not computed: it keeps what an attention keeps that has no matrix of scores."""
 
@@ -184,7 +209,7 @@ class WithoutScores(TorchFunctionMode):
 
 
 def _mask(*args, **kwargs):
-    """Without numbers transformers takes samples for packed ones, which need a mask also where `is_causal` would do."""
+    """Without numbers transformers takes samples for packed ones, with a mask also where `is_causal` would do."""
     return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": True})
 
 
@@ -305,7 +330,8 @@ def in_flight(layout: Layout, rank: int) -> int | None:
         return min(layout.microbatches, layout.pp - rank)
     whole = layout.microbatches * layout.stages_per_rank
     if schedule == "interleaved1f1b":
-        return min(whole, (layout.stages_per_rank - 1) * layout.pp + 2 * (layout.pp - 1 - rank) + 1)
+        of_round = layout.microbatches // num_rounds(layout)
+        return min(whole, (layout.stages_per_rank - 1) * of_round + 2 * (layout.pp - 1 - rank) + 1)
     return whole
 
 
