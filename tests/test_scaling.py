@@ -13,6 +13,7 @@ import yaml
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.scaling import ladder as module
+from attnres.scaling import plot
 from attnres.scaling.fit import PFLOPS_DAY, advantage, fit_floor, fit_ladder, fit_law
 from attnres.scaling.ladder import Run, next_rate, read_ladder, results_of, run_ladder, runs_left
 
@@ -153,7 +154,7 @@ def test_bad_ladders(folder, change, message):
 
 
 def test_what_is_missing(folder, monkeypatch, run_attnres, capsys):
-    for step, said in (("fit", "has no runs of a ladder"), ("plot", "has no fit.json")):
+    for step, said in (("fit", "has no runs of a ladder"), ("plot", "`attnres scaling fit -o out` makes it")):
         assert run_attnres("scaling", step, "-o", "out") == 1 and said in capsys.readouterr().err
     assert run_attnres("scaling", "run", "-o", "out") == 2 and run_attnres("scaling", "fit", "ladder.yaml") == 2
     done = stand_in(monkeypatch, lambda ladder, run: 3.0 if len(done) < 6 else 1 / 0)
@@ -164,6 +165,21 @@ def test_what_is_missing(folder, monkeypatch, run_attnres, capsys):
     (folder / "ladder.yaml").write_text(yaml.safe_dump({**FIELDS, "seeds": 3}, sort_keys=False))
     with pytest.raises(ValueError, match="has runs of another ladder"):
         run_ladder("ladder.yaml", "out")
+
+
+def test_every_arm_is_drawn(tmp_path, monkeypatch):
+    """Also more of them than colours, none like another one."""
+    compute, drawn = np.array([1e-6, 1e-4]), []
+    arms = {f"arm{i}": {"A": 2.0 + i / 10, "b": 0.05} for i in range(10)}
+    losses = {arm: np.array([found["A"] * compute ** -found["b"]]) for arm, found in arms.items()}
+    (tmp_path / "fit.json").write_text(json.dumps({"arms": arms, "seeds": 1}))
+    monkeypatch.setattr(plot, "read_ladder", lambda path: None)
+    monkeypatch.setattr(plot, "read_losses", lambda ladder, output: (compute, losses))
+    monkeypatch.setattr(plot, "write_figure", lambda figure, path: drawn.append(figure) or [])
+    plot.plot_ladder(tmp_path)
+    lines = [line for line in drawn[0].axes[0].get_lines() if line.get_label().startswith("arm")]
+    assert [line.get_label().split(":")[0] for line in lines] == list(arms)
+    assert len({(line.get_color(), line.get_marker(), str(line._dash_pattern)) for line in lines}) == len(arms)
 
 
 def test_ladders_that_are_shown(tmp_path):
