@@ -167,6 +167,45 @@ def test_what_is_missing(folder, monkeypatch, run_attnres, capsys):
         run_ladder("ladder.yaml", "out")
 
 
+@pytest.mark.parametrize("exponent", [0.0, 0.05])
+def test_what_a_fit_does_not_know(exponent, folder, monkeypatch):
+    """An advantage where losses do not fall or rise, and a floor by two sizes."""
+    assert advantage((3.0, exponent), (3.0, -0.05), 1e-6) is advantage((3.0, 0.0), (3.0, exponent), 1e-6) is None
+    stand_in(
+        monkeypatch,
+        lambda ladder, run: ladder.compute_of(run.size) ** exponent + abs(run.learning_rate - 0.01) * run.is_tuning,
+    )
+    run_ladder("ladder.yaml", "out")
+    full = fit_ladder("out")["arms"]["full"]
+    assert full["with_floor"] is None and full["equal_time"] == {"advantage": None, "interval": None}
+    table = Path("out/fit.md").read_text()
+    assert "| not known: two sizes |" in table and "| full | not known: losses do not fall with compute |" in table
+    assert plot.plot_ladder("out")
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_runs_that_diverge(loss, folder, monkeypatch):
+    """In a sweep they count as the worst, and of the others their seed is left out of all arms."""
+    diverged = [("full", "large", 1)]
+
+    def loss_of(ladder, run):
+        too_high = run.is_tuning and run.learning_rate > 0.015
+        too_low = run.is_tuning and run.learning_rate < 0.008
+        return loss if too_high or (run.arm, run.size, run.seed) in diverged else 3.0 - (run.size == "large") + too_low
+
+    done = stand_in(monkeypatch, loss_of)
+    run_ladder("ladder.yaml", "out")
+    assert {run.learning_rate for run in done if run.is_tuning} == {0.005, 0.01, 0.02}
+    found = fit_ladder("out")
+    assert (found["seeds"], found["diverged"]) == (1, ["full-large-seed1"])
+    assert found["arms"]["full"]["losses"] == [3.0, 2.0] == found["arms"]["prenorm"]["losses"]
+    assert "the seeds of full-large-seed1, which diverged" in Path("out/fit.md").read_text()
+    (changed,) = Path("out/runs").glob("blocks-small-seed0.json")
+    changed.write_text(changed.read_text().replace('"loss": 3.0', '"loss": NaN'))
+    with pytest.raises(ValueError, match="blocks-small-seed0, full-large-seed1"):
+        fit_ladder("out")
+
+
 def test_every_arm_is_drawn(tmp_path, monkeypatch):
     """Also more of them than colours, none like another one."""
     compute, drawn = np.array([1e-6, 1e-4]), []
