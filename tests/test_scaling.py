@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -142,6 +143,23 @@ def test_every_run_once(folder, monkeypatch, run_attnres, capsys):
         ({"sizes": dict(reversed(FIELDS["sizes"].items()))}, "from small to large"),
         ({"tuned_sizes": 3}, "`tuned_sizes` of them"),
         ({"rates": [1e-3]}, "two `rates`"),
+        (
+            {"tokens_per_parameter": "2e1"},
+            "`tokens_per_parameter` has to be a number such as 20 or 2.0e.1, and is '2e1'",
+        ),
+        ({"tokens_per_parameter": 0}, "`tokens_per_parameter` has to be above 0, and is 0"),
+        ({"seeds": "3"}, "`seeds` has to be a whole number, and is '3'"),
+        ({"seeds": True}, "`seeds` has to be a whole number, and is True"),
+        ({"rates": 3e-3}, "`rates` has to be a list of numbers"),
+        ({"rates": [3e-3, "high"]}, "`rates` has to be a list of numbers"),
+        ({"rates": [3e-3, math.nan]}, "`rates` has to be above 0"),
+        ({"rates": ["3e-3", -4e-3]}, "`rates` has to be above 0, and is -0.004"),
+        ({"dataset": 3}, "`dataset` has to be text, and is 3"),
+        ({"arms": ["prenorm", "full"]}, "`arms` has to be a list of `field: value`"),
+        ({"arms": {"prenorm": None, "full": 3}}, "`arms: full` has to be a list of `field: value`, and is 3"),
+        ({"sizes": {"small": None, "large": {"hidden_size": 8}}}, "size `small` has to be a list of `field: value`"),
+        ({"model_config": {"vocab_size": 400}}, "`model_config` has no `base_model_type`"),
+        ({"training": {"max_length": "32"}}, "`training: max_length` has to be a whole number, and is '32'"),
         ({"training": {"seed": 3}}, "`seed` in `training` is another one in each run"),
     ],
 )
@@ -151,6 +169,12 @@ def test_bad_ladders(folder, change, message):
     with pytest.raises(ValueError, match=message):
         run_ladder("ladder.yaml", "out")
     assert not (folder / "out").exists()
+
+
+def test_an_empty_field(folder):
+    (folder / "ladder.yaml").write_text(yaml.safe_dump({**FIELDS, "training": None}))
+    with pytest.raises(ValueError, match="`training` has to be a list of `field: value`, and is None"):
+        read_ladder("ladder.yaml")
 
 
 def test_what_is_missing(folder, monkeypatch, run_attnres, capsys):
@@ -181,6 +205,17 @@ def test_what_a_fit_does_not_know(exponent, folder, monkeypatch):
     table = Path("out/fit.md").read_text()
     assert "| not known: two sizes |" in table and "| full | not known: losses do not fall with compute |" in table
     assert plot.plot_ladder("out")
+
+
+def test_a_loss_that_is_no_number(folder, monkeypatch):
+    def pretrain(fields):
+        (Path(fields["output_dir"])).mkdir(parents=True)
+        (Path(fields["output_dir"]) / "history.json").write_text("[]")
+        return SimpleNamespace(losses=[3.0, math.nan], trainable_parameters=1)
+
+    monkeypatch.setattr(module, "pretrain", pretrain)
+    result = module.train(read_ladder("ladder.yaml"), Run("full", "small", 0, 1e-2), folder / "work")
+    assert result["loss"] == math.inf
 
 
 @pytest.mark.parametrize("loss", [math.nan, math.inf])
