@@ -1,6 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What a run costs before it is started: memory of a process, what crosses between stages, and the idle part."""
 
+import copy
 import math
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -10,6 +11,10 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
+from torch.nn.functional import scaled_dot_product_attention
+from torch.overrides import TorchFunctionMode
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnres.base_classes import DepthReader
@@ -113,6 +118,7 @@ def plan(config: AttnResConfig, layout: Layout) -> dict[str, Any]:
     """
     num_stages = layout.pp * layout.stages_per_rank
     ranks = ranks_of_stages(layout.pp, layout.stages_per_rank, layout.schedule)
+    check_layout(config, layout)
     layers = spread(len(config.sublayers_per_layer()), num_stages)
     # Where layers scale the stream, a block is another one at every stage
     cache = num_stages == 1 or not probe_slices(config.to_base_config()).scales_blocks
@@ -147,15 +153,41 @@ def plan(config: AttnResConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
+def num_rounds(layout: Layout) -> int:
+    """How often a process comes back to a stage, in schedules with interleaved stages: torch's rule."""
+    return max(1, layout.microbatches // layout.pp)
+
+
+def check_layout(config: AttnResConfig, layout: Layout):
+    """Raise a `ValueError` for a layout with which a run does not start."""
+    for name in ("num_attention_heads", "num_key_value_heads"):
+        heads = getattr(config, name, None)
+        if isinstance(heads, int) and heads % layout.tp:
+            raise ValueError(f"`tp={layout.tp}` must divide `{name}={heads}` of the model.")
+    count, schedule, num_stages = layout.microbatches, layout.schedule.lower(), layout.pp * layout.stages_per_rank
+    if schedule in ("1f1b", "dualpipev") and count < num_stages:
+        raise ValueError(
+            f"`microbatches={count}` must be at least the number of stages, {num_stages}, with"
+            f" `schedule={layout.schedule!r}`."
+        )
+    if schedule in ("interleaved1f1b", "interleavedzerobubble") and count % num_rounds(layout):
+        raise ValueError(
+            f"`microbatches={count}` must be a multiple of its rounds, {num_rounds(layout)}, with"
+            f" `schedule={layout.schedule!r}`: choose a multiple of `pp={layout.pp}`."
+        )
+
+
 class FlashAttention(torch.autograd.Function):
     """Not computed: it keeps what an attention keeps that has no matrix of scores."""
 
     @staticmethod
-    def forward(ctx, query, key, value):
+    def forward(ctx, query, key, value, mask):
         batch, heads, length, _ = query.shape
         output = query.new_empty((batch, length, heads, value.shape[-1])).transpose(1, 2)
         log_sums = query.new_empty(query.shape[:-1], dtype=torch.float32)
-        ctx.save_for_backward(query, key, value, output, log_sums)
+        # Kernels take numbers that they add, and make them of a mask in each layer
+        masks = [] if mask is None else [mask.to(query.dtype)]
+        ctx.save_for_backward(query, key, value, output, log_sums, *masks)
         return output
 
     @staticmethod
@@ -163,17 +195,33 @@ class FlashAttention(torch.autograd.Function):
         raise NotImplementedError("Nothing goes back in a plan.")
 
 
-def _attend(module, query, key, value, attention_mask, **kwargs):
-    return FlashAttention.apply(query, key, value).transpose(1, 2), None
+class WithoutScores(TorchFunctionMode):
+    """torch's attention as a kernel without a matrix of scores. Without numbers it would have one."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        if function is scaled_dot_product_attention:
+            return self.attend(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    @staticmethod
+    def attend(query, key, value, attn_mask=None, *args, **kwargs):
+        return FlashAttention.apply(query, key, value, attn_mask)
 
 
-ALL_ATTENTION_FUNCTIONS.register("attnres_plan", _attend)
+def _mask(*args, **kwargs):
+    """Without numbers transformers takes samples for packed ones, with a mask also where `is_causal` would do."""
+    return sdpa_mask(*args, **{**kwargs, "allow_is_causal_skip": True})
+
+
+ALL_ATTENTION_FUNCTIONS.register("attnres_plan", sdpa_attention_forward)
+ALL_MASK_ATTENTION_FUNCTIONS.register("attnres_plan", _mask)
 
 
 def empty_model(config: AttnResConfig, dtype: torch.dtype) -> AttnResForCausalLM:
     """A model without memory for its weights, to be used in a `FakeTensorMode`."""
     with DrawnOnce():
-        return AttnResForCausalLM._from_config(config, dtype=dtype)
+        # A model writes into its config
+        return AttnResForCausalLM._from_config(copy.deepcopy(config), dtype=dtype)
 
 
 def fake_mode() -> FakeTensorMode:
@@ -255,7 +303,7 @@ def activation_bytes(config: AttnResConfig, layout: Layout) -> list[int] | None:
     try:
         with fake_mode(), torch.device("cpu"):
             model = empty_model(config, getattr(torch, layout.dtype)).train()
-            if model._supports_attention_backend:
+            if model.config._attn_implementation == "sdpa":
                 model.config._attn_implementation = "attnres_plan"
             if layout.gradient_checkpointing:
                 model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -265,7 +313,7 @@ def activation_bytes(config: AttnResConfig, layout: Layout) -> list[int] | None:
             layers[-1].register_forward_hook(at(len(layers) + 1))
             kept.update(parameter.untyped_storage()._cdata for parameter in model.parameters())
             ids = torch.zeros(shape, dtype=torch.long)
-            with FirstOfAll(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            with FirstOfAll(), WithoutScores(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
                 loss = model(ids, labels=ids, use_cache=False).loss
             del loss
     except Exception:  # of the base, in a mode that it does not know
@@ -282,7 +330,8 @@ def in_flight(layout: Layout, rank: int) -> int | None:
         return min(layout.microbatches, layout.pp - rank)
     whole = layout.microbatches * layout.stages_per_rank
     if schedule == "interleaved1f1b":
-        return min(whole, (layout.stages_per_rank - 1) * layout.pp + 2 * (layout.pp - 1 - rank) + 1)
+        of_round = layout.microbatches // num_rounds(layout)
+        return min(whole, (layout.stages_per_rank - 1) * of_round + 2 * (layout.pp - 1 - rank) + 1)
     return whole
 
 

@@ -12,7 +12,7 @@ import shutil
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, get_origin
 
 import torch
 import yaml
@@ -29,6 +29,16 @@ TUNING_SEED = 100
 LADDER_FILE, TIMES_FILE = "ladder.yaml", "times.json"
 # A step reads every parameter once forward and twice backward, each with a multiplication and an addition
 FLOPS_PER_PARAMETER = 6
+# Of a step, by default
+STEP_SIZES = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
+# What the types of the fields are called, and what YAML makes of them. It takes 2e1 for text
+KINDS: dict[type, tuple[str, Any]] = {
+    str: ("text", str),
+    int: ("a whole number", int),
+    float: ("a number such as 20 or 2.0e+1", (int, float)),
+    tuple: ("a list of numbers such as [4.0e-3, 8.0e-3]", list),
+    dict: ("a list of `field: value`", dict),
+}
 console = Console()
 
 
@@ -94,9 +104,7 @@ class Ladder:
 
     @property
     def tokens_per_step(self) -> int:
-        names = ("per_device_train_batch_size", "gradient_accumulation_steps", "max_length")
-        sizes = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
-        return math.prod(self.training.get(name, sizes[name]) for name in names)
+        return math.prod(self.training.get(name, default) for name, default in STEP_SIZES.items())
 
     def steps_of(self, size: str) -> int:
         return math.ceil(self.tokens_per_parameter * self.num_parameters(size) / self.tokens_per_step)
@@ -140,9 +148,48 @@ def read_ladder(path: str | Path) -> Ladder:
         has_default = {of_ladder.default, of_ladder.default_factory} != {dataclasses.MISSING}
         if name not in values and not has_default:
             raise ValueError(f"`{path}`: `{name}` is missing.")
+        if name in values:
+            _check_kind(values[name], get_origin(of_ladder.type) or of_ladder.type, name, str(path))
     ladder = Ladder(**{**values, "rates": tuple(map(float, values.get("rates", Ladder.rates)))})
+    _check_fields(ladder, str(path))
     _check(ladder, str(path))
     return ladder
+
+
+def _check_kind(value: Any, kind: type, name: str, path: str):
+    wanted, types = KINDS[kind]
+    fits = isinstance(value, types) and not isinstance(value, bool)
+    if kind is tuple and fits:
+        fits = all(map(_is_number, value))
+    if not fits:
+        raise ValueError(f"`{path}`: `{name}` has to be {wanted}, and is {value!r}.")
+
+
+def _is_number(value: Any) -> bool:
+    """Also as text, for which YAML takes 2e-3."""
+    try:
+        float(value)
+    except (TypeError, ValueError):
+        return False
+    return True
+
+
+def _check_fields(ladder: Ladder, path: str):
+    """What is inside of the fields."""
+    for size, fields in ladder.sizes.items():
+        if not isinstance(fields, dict) or not fields:
+            raise ValueError(f"`{path}`: size `{size}` has to be {KINDS[dict][0]}, and is {fields!r}.")
+    for arm, fields in ladder.arms.items():
+        if fields is not None:
+            _check_kind(fields, dict, f"arms: {arm}", path)
+    if not isinstance(ladder.model_config.get("base_model_type"), str):
+        raise ValueError(f"`{path}`: `model_config` has no `base_model_type`, such as llama.")
+    for name in STEP_SIZES:
+        _check_kind(ladder.training.get(name, 1), int, f"training: {name}", path)
+    numbers = [("tokens_per_parameter", ladder.tokens_per_parameter), *(("rates", rate) for rate in ladder.rates)]
+    for name, number in numbers:
+        if not 0 < number < math.inf:
+            raise ValueError(f"`{path}`: `{name}` has to be above 0, and is {number}.")
 
 
 def _check(ladder: Ladder, path: str):
@@ -191,7 +238,7 @@ def next_rate(losses: dict[float, float], rates: tuple[float, ...]) -> float | N
 def tuning_losses(found: dict[Run, dict[str, Any]], arm: str, size: str) -> dict[float, float]:
     """By learning rate, in their order."""
     losses = {
-        run.learning_rate: math.inf if math.isnan(result["loss"]) else result["loss"]  # of a run that has diverged
+        run.learning_rate: math.inf if math.isnan(result["loss"]) else result["loss"]
         for run, result in found.items()
         if run.is_tuning and (run.arm, run.size) == (arm, size)
     }
@@ -280,9 +327,10 @@ def train(ladder: Ladder, run: Run, work: Path) -> dict[str, Any]:
     )
     history = json.loads((folder / "history.json").read_text(encoding="utf-8"))
     shutil.rmtree(folder)
+    loss = result.losses[-1]
     return {
         "run": asdict(run),
-        "loss": result.losses[-1],
+        "loss": loss if math.isfinite(loss) else math.inf,  # of a run that has diverged
         "parameters": ladder.num_parameters(run.size),
         "trainable_parameters": result.trainable_parameters,
         "tokens": steps * ladder.tokens_per_step,

@@ -2,7 +2,9 @@
 """The fitted laws of a ladder, and those of the paper beside them."""
 
 import json
+from itertools import cycle
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -19,7 +21,17 @@ from .ladder import LADDER_FILE, read_ladder  # noqa: E402
 # arXiv 2603.15031: A and b, over the compute of its five sizes
 PAPER = {"PreNorm": (1.891, 0.057), "Block": (1.870, 0.058), "Full": (1.865, 0.057)}
 PAPER_COMPUTE = (0.4, 5.6)
-STYLES = (("o", "-"), ("s", "--"), ("^", ":"), ("D", "-."))  # to be told apart in grey
+# To be told apart in grey; as many as are no multiple of the colours, so that both together come again late
+STYLES: tuple[tuple[str, Any], ...] = (
+    ("o", "-"),
+    ("s", "--"),
+    ("^", ":"),
+    ("D", "-."),
+    ("v", (0, (9, 2))),
+    ("P", (0, (3, 1, 1, 1, 1, 1))),
+    ("X", (0, (1, 4))),
+    ("*", (0, (8, 2, 2, 2))),
+)
 
 
 def plot_ladder(output: str | Path) -> list[Path]:
@@ -30,18 +42,19 @@ def plot_ladder(output: str | Path) -> list[Path]:
     """
     output = Path(output)
     if not (output / "fit.json").exists():
-        raise ValueError(f"`{output}` has no fit.json: `attnres scaling fit {output}` makes it.")
+        raise ValueError(f"`{output}` has no fit.json: `attnres scaling fit -o {output}` makes it.")
     results = json.loads((output / "fit.json").read_text(encoding="utf-8"))
     compute, losses = read_losses(read_ladder(output / LADDER_FILE), output)
     figure, (ours, paper) = plt.subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
-    for (arm, found), colour, (marker, line) in zip(results["arms"].items(), COLOURS, STYLES):
+    for (arm, found), colour, (marker, line) in zip(results["arms"].items(), cycle(COLOURS), cycle(STYLES)):
         along = np.geomspace(compute[0], compute[-1])
-        ours.plot(along, found["A"] * along ** -found["b"], line, color=colour)
+        label = f"{arm}: {found['A']:.2f} C$^{{-{found['b']:.3f}}}$"
+        ours.plot(along, found["A"] * along ** -found["b"], linestyle=line, color=colour)
         ours.plot(compute, losses[arm].T, marker, color=colour, markersize=4, alpha=0.6)
-        ours.plot([], [], marker + line, color=colour, label=f"{arm}: {found['A']:.2f} C$^{{-{found['b']:.3f}}}$")
+        ours.plot([], [], marker=marker, linestyle=line, color=colour, label=label)
     for (arm, (a, b)), colour, (_, line) in zip(PAPER.items(), COLOURS, STYLES):
         along = np.geomspace(*PAPER_COMPUTE)
-        paper.plot(along, a * along**-b, line, color=colour, label=f"{arm}: {a:.3f} C$^{{-{b:.3f}}}$")
+        paper.plot(along, a * along**-b, linestyle=line, color=colour, label=f"{arm}: {a:.3f} C$^{{-{b:.3f}}}$")
     ours.set(title=f"here, {results['seeds']} seeds (dots)", ylabel="held-out loss, nats per token")
     paper.set(title="the paper (other data and tokens, larger models)")
     for axis in (ours, paper):

@@ -5,6 +5,7 @@ import json
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ import yaml
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.scaling import ladder as module
+from attnres.scaling import plot
 from attnres.scaling.fit import PFLOPS_DAY, advantage, fit_floor, fit_ladder, fit_law
 from attnres.scaling.ladder import Run, next_rate, read_ladder, results_of, run_ladder, runs_left
 
@@ -141,6 +143,23 @@ def test_every_run_once(folder, monkeypatch, run_attnres, capsys):
         ({"sizes": dict(reversed(FIELDS["sizes"].items()))}, "from small to large"),
         ({"tuned_sizes": 3}, "`tuned_sizes` of them"),
         ({"rates": [1e-3]}, "two `rates`"),
+        (
+            {"tokens_per_parameter": "2e1"},
+            "`tokens_per_parameter` has to be a number such as 20 or 2.0e.1, and is '2e1'",
+        ),
+        ({"tokens_per_parameter": 0}, "`tokens_per_parameter` has to be above 0, and is 0"),
+        ({"seeds": "3"}, "`seeds` has to be a whole number, and is '3'"),
+        ({"seeds": True}, "`seeds` has to be a whole number, and is True"),
+        ({"rates": 3e-3}, "`rates` has to be a list of numbers"),
+        ({"rates": [3e-3, "high"]}, "`rates` has to be a list of numbers"),
+        ({"rates": [3e-3, math.nan]}, "`rates` has to be above 0"),
+        ({"rates": ["3e-3", -4e-3]}, "`rates` has to be above 0, and is -0.004"),
+        ({"dataset": 3}, "`dataset` has to be text, and is 3"),
+        ({"arms": ["prenorm", "full"]}, "`arms` has to be a list of `field: value`"),
+        ({"arms": {"prenorm": None, "full": 3}}, "`arms: full` has to be a list of `field: value`, and is 3"),
+        ({"sizes": {"small": None, "large": {"hidden_size": 8}}}, "size `small` has to be a list of `field: value`"),
+        ({"model_config": {"vocab_size": 400}}, "`model_config` has no `base_model_type`"),
+        ({"training": {"max_length": "32"}}, "`training: max_length` has to be a whole number, and is '32'"),
         ({"training": {"seed": 3}}, "`seed` in `training` is another one in each run"),
     ],
 )
@@ -152,8 +171,14 @@ def test_bad_ladders(folder, change, message):
     assert not (folder / "out").exists()
 
 
+def test_an_empty_field(folder):
+    (folder / "ladder.yaml").write_text(yaml.safe_dump({**FIELDS, "training": None}))
+    with pytest.raises(ValueError, match="`training` has to be a list of `field: value`, and is None"):
+        read_ladder("ladder.yaml")
+
+
 def test_what_is_missing(folder, monkeypatch, run_attnres, capsys):
-    for step, said in (("fit", "has no runs of a ladder"), ("plot", "has no fit.json")):
+    for step, said in (("fit", "has no runs of a ladder"), ("plot", "`attnres scaling fit -o out` makes it")):
         assert run_attnres("scaling", step, "-o", "out") == 1 and said in capsys.readouterr().err
     assert run_attnres("scaling", "run", "-o", "out") == 2 and run_attnres("scaling", "fit", "ladder.yaml") == 2
     done = stand_in(monkeypatch, lambda ladder, run: 3.0 if len(done) < 6 else 1 / 0)
@@ -164,6 +189,71 @@ def test_what_is_missing(folder, monkeypatch, run_attnres, capsys):
     (folder / "ladder.yaml").write_text(yaml.safe_dump({**FIELDS, "seeds": 3}, sort_keys=False))
     with pytest.raises(ValueError, match="has runs of another ladder"):
         run_ladder("ladder.yaml", "out")
+
+
+@pytest.mark.parametrize("exponent", [0.0, 0.05])
+def test_what_a_fit_does_not_know(exponent, folder, monkeypatch):
+    """An advantage where losses do not fall or rise, and a floor by two sizes."""
+    assert advantage((3.0, exponent), (3.0, -0.05), 1e-6) is advantage((3.0, 0.0), (3.0, exponent), 1e-6) is None
+    stand_in(
+        monkeypatch,
+        lambda ladder, run: ladder.compute_of(run.size) ** exponent + abs(run.learning_rate - 0.01) * run.is_tuning,
+    )
+    run_ladder("ladder.yaml", "out")
+    full = fit_ladder("out")["arms"]["full"]
+    assert full["with_floor"] is None and full["equal_time"] == {"advantage": None, "interval": None}
+    table = Path("out/fit.md").read_text()
+    assert "| not known: two sizes |" in table and "| full | not known: losses do not fall with compute |" in table
+    assert plot.plot_ladder("out")
+
+
+def test_a_loss_that_is_no_number(folder, monkeypatch):
+    def pretrain(fields):
+        (Path(fields["output_dir"])).mkdir(parents=True)
+        (Path(fields["output_dir"]) / "history.json").write_text("[]")
+        return SimpleNamespace(losses=[3.0, math.nan], trainable_parameters=1)
+
+    monkeypatch.setattr(module, "pretrain", pretrain)
+    result = module.train(read_ladder("ladder.yaml"), Run("full", "small", 0, 1e-2), folder / "work")
+    assert result["loss"] == math.inf
+
+
+@pytest.mark.parametrize("loss", [math.nan, math.inf])
+def test_runs_that_diverge(loss, folder, monkeypatch):
+    """In a sweep they count as the worst, and of the others their seed is left out of all arms."""
+    diverged = [("full", "large", 1)]
+
+    def loss_of(ladder, run):
+        too_high = run.is_tuning and run.learning_rate > 0.015
+        too_low = run.is_tuning and run.learning_rate < 0.008
+        return loss if too_high or (run.arm, run.size, run.seed) in diverged else 3.0 - (run.size == "large") + too_low
+
+    done = stand_in(monkeypatch, loss_of)
+    run_ladder("ladder.yaml", "out")
+    assert {run.learning_rate for run in done if run.is_tuning} == {0.005, 0.01, 0.02}
+    found = fit_ladder("out")
+    assert (found["seeds"], found["diverged"]) == (1, ["full-large-seed1"])
+    assert found["arms"]["full"]["losses"] == [3.0, 2.0] == found["arms"]["prenorm"]["losses"]
+    assert "the seeds of full-large-seed1, which diverged" in Path("out/fit.md").read_text()
+    (changed,) = Path("out/runs").glob("blocks-small-seed0.json")
+    changed.write_text(changed.read_text().replace('"loss": 3.0', '"loss": NaN'))
+    with pytest.raises(ValueError, match="blocks-small-seed0, full-large-seed1"):
+        fit_ladder("out")
+
+
+def test_every_arm_is_drawn(tmp_path, monkeypatch):
+    """Also more of them than colours, none like another one."""
+    compute, drawn = np.array([1e-6, 1e-4]), []
+    arms = {f"arm{i}": {"A": 2.0 + i / 10, "b": 0.05} for i in range(10)}
+    losses = {arm: np.array([found["A"] * compute ** -found["b"]]) for arm, found in arms.items()}
+    (tmp_path / "fit.json").write_text(json.dumps({"arms": arms, "seeds": 1}))
+    monkeypatch.setattr(plot, "read_ladder", lambda path: None)
+    monkeypatch.setattr(plot, "read_losses", lambda ladder, output: (compute, losses))
+    monkeypatch.setattr(plot, "write_figure", lambda figure, path: drawn.append(figure) or [])
+    plot.plot_ladder(tmp_path)
+    lines = [line for line in drawn[0].axes[0].get_lines() if line.get_label().startswith("arm")]
+    assert [line.get_label().split(":")[0] for line in lines] == list(arms)
+    assert len({(line.get_color(), line.get_marker(), str(line._dash_pattern)) for line in lines}) == len(arms)
 
 
 def test_ladders_that_are_shown(tmp_path):
