@@ -39,6 +39,8 @@ KINDS: dict[type, tuple[str, Any]] = {
     tuple: ("a list of numbers such as [4.0e-3, 8.0e-3]", list),
     dict: ("a list of `field: value`", dict),
 }
+# A sweep goes on beyond its list, by factors of two
+MOST_RATES_BEYOND = 6
 console = Console()
 
 
@@ -225,11 +227,21 @@ def results_of(folder: str | Path) -> dict[Run, dict[str, Any]]:
 
 
 def next_rate(losses: dict[float, float], rates: tuple[float, ...]) -> float | None:
-    """What a sweep still has to try; `None` when the best rate has worse ones on both sides."""
+    """What a sweep still has to try; `None` when the best rate has worse ones on both sides.
+
+    Raises:
+        ValueError: if the sweep has gone far beyond the rates of the ladder.
+    """
     missing = [rate for rate in rates if rate not in losses]
     if missing:
         return missing[0]
     best = min(losses, key=losses.__getitem__)
+    if len(losses) >= len(rates) + MOST_RATES_BEYOND and best in (min(losses), max(losses)):
+        found = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in losses.items())
+        raise ValueError(
+            f"A sweep of rates finds no best one between others (losses: {found}): begin with other `rates`, in another"
+            " folder."
+        )
     if best == max(losses):
         return 2 * best
     return best / 2 if best == min(losses) else None
