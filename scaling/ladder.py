@@ -239,8 +239,8 @@ def next_rate(losses: dict[float, float], rates: tuple[float, ...]) -> float | N
     if len(losses) >= len(rates) + MOST_RATES_BEYOND and best in (min(losses), max(losses)):
         found = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in losses.items())
         raise ValueError(
-            f"A sweep of rates finds no best one between others (losses: {found}): begin with other `rates`, in another"
-            " folder."
+            f"A sweep of rates finds no best one between others (losses: {found}): begin with other `rates`, in"
+            " another folder."
         )
     if best == max(losses):
         return 2 * best

@@ -83,7 +83,7 @@ def test_a_sweep_goes_on_beyond_its_ends():
     assert next_rate({1: 3.0, 2: 2.0, 4: 2.5}, (1, 2)) is None
     assert next_rate({1: math.inf, 2: math.inf}, (1, 2)) == 0.5  # all have diverged
     with pytest.raises(ValueError, match="finds no best one between others .*: begin with other `rates`"):
-        next_rate({2.0**-i: math.inf for i in range(8)}, (1, 2))
+        next_rate({2.0**i: math.inf for i in range(-6, 2)}, (1, 2))
 
 
 def test_every_run_once(folder, monkeypatch, run_attnres, capsys):
