@@ -35,6 +35,11 @@ MODEL = {
     **{"base_model_type": "llama", "attn_res_block_size": 3, "vocab_size": 400, "max_position_embeddings": 128},
     **{"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4},
 }
+BLOCKS = {**{name: MODEL[name] for name in MODEL if name != "attn_res_block_size"}, "num_blocks": 2}
+TWIN = {
+    **{name: BLOCKS[name] for name in BLOCKS if name not in ("base_model_type", "num_blocks")},
+    "model_type": "llama",
+}
 APERTUS = {"base_model_type": "apertus", "attn_res_block_size": 1, "vocab_size": 400}
 MAMBA = {"base_model_type": "mamba", "attn_res_block_size": 1, "vocab_size": 400}
 
@@ -228,6 +233,13 @@ def test_muon(folder, tmp_path):
         ({"model_config": {**MODEL, "base_model_type": "zaya"}}, "zaya"),
         ({"model_config": {**MODEL, "base_model_type": "lama"}}, "'lama' is not a type of model that transformers"),
         ({"model_config": {"model_type": "lama"}, "max_steps": 1}, "'lama' is not a type of model that transformers"),
+        ({"model_config": {**BLOCKS, "attn_res_wieghts": "sigmoid"}}, "Did you mean attn_res_weights"),
+        ({"model_config": {**BLOCKS, "num_key_value_head": 2}}, "Did you mean num_key_value_heads"),
+        ({"model_config": {**TWIN, "num_key_value_head": 2}}, "for of type `llama`.*Did you mean num_key_value"),
+        ({"model_config": {**TWIN, "num_blocks": 2}}, "`num_blocks: 2` and `model_type: llama` contradict"),
+        ({"model_config": {**MODEL, "num_blocks": 4}}, "`num_blocks: 4` and `attn_res_block_size: 3` contradict"),
+        ({"model_config": {**BLOCKS, "rms_norm_eps": "1e-6"}}, "'rms_norm_eps' expected float.* write 1.0e-6"),
+        ({"model_config": {**TWIN, "num_attention_heads": 5}}, "not a multiple of the number of attention heads"),
         ({"model_config": "/nowhere"}, "There is no folder `/nowhere`"),
         ({"max_length": 1}, "leaves nothing to predict"),
         ({"max_length": 129}, "more than the 128 tokens of the model"),
@@ -256,6 +268,14 @@ def test_what_does_not_go_together(folder, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         pretrain(config)
     assert not (tmp_path / "out").exists()
+
+
+def test_fields_of_a_model_with_a_number_of_blocks():
+    """They are those of the model, reads over depth and all, and generic ones are taken of a PreNorm twin."""
+    fields = {**BLOCKS, "attn_res_weights": "sigmoid", "attn_res_num_heads": 4}
+    config = read_model_config(PretrainArguments("", "", model_config=fields))
+    assert (config.attn_res_block_size, config.attn_res_weights, config.attn_res_num_heads) == (4, "sigmoid", 4)
+    assert read_model_config(PretrainArguments("", "", model_config={**TWIN, "dtype": "float32"})).hidden_size == 32
 
 
 def test_another_run_is_there(folder, tmp_path):

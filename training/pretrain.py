@@ -6,6 +6,7 @@ The Trainer trains it, or with `pp_size` the stages of a pipeline (`stages.py`).
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from datasets import Dataset
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,6 +30,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.trainer_utils import align_special_tokens
 
+from ..base_config import check_known
 from ..configuration_attnres import AttnResConfig
 from ..conversion.files import atomic_folder
 from ..inspection.callback import DepthMapCallback
@@ -207,26 +210,44 @@ def read_model_config(arguments: PretrainArguments) -> PreTrainedConfig:
             raise ValueError(f"There is no folder `{source}`.")
         config = AutoConfig.from_pretrained(source)
     else:
-        fields = dict(source or {})
-        model_type = fields.pop("model_type", "attnres")
-        num_blocks = fields.pop("num_blocks", None)
-        if (kind := fields.get("base_model_type", model_type)) not in CONFIG_MAPPING:
-            raise ValueError(f"`model_config`: {kind!r} is not a type of model that transformers {__version__} has.")
-        try:
-            if model_type != "attnres":
-                config = AutoConfig.for_model(model_type, **fields)
-            elif num_blocks is not None:
-                base_model_type = fields.pop("base_model_type")
-                config = AttnResConfig.from_base_config(
-                    AutoConfig.for_model(base_model_type, **fields), num_blocks=num_blocks
-                )
-            else:
-                config = AttnResConfig(**fields)
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"`model_config`: {type(error).__name__}: {error}") from error
+        config = config_of_fields(dict(source or {}))
     if "text_config" in type(config).sub_configs:
         raise ValueError(f"A {config.model_type} is a multimodal model, and its data is more than text.")
     return config
+
+
+def config_of_fields(fields: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of a model from scratch.
+
+    Raises:
+        ValueError: for a field that is unknown or has no effect, and for values that do not go together.
+    """
+    model_type, num_blocks = fields.pop("model_type", "attnres"), fields.pop("num_blocks", None)
+    if (kind := fields.get("base_model_type", model_type)) not in CONFIG_MAPPING:
+        raise ValueError(f"`model_config`: {kind!r} is not a type of model that transformers {__version__} has.")
+    if num_blocks is not None and (model_type != "attnres" or "attn_res_block_size" in fields):
+        other = "attn_res_block_size" if model_type == "attnres" else "model_type"
+        value = fields.get(other, model_type)
+        raise ValueError(
+            f"`model_config`: `num_blocks: {num_blocks}` and `{other}: {value}` contradict: give one of them."
+        )
+    try:
+        if model_type != "attnres":
+            check_known(
+                fields, CONFIG_MAPPING[model_type], [field.name for field in dataclasses.fields(PreTrainedConfig)]
+            )
+            return AutoConfig.for_model(model_type, **fields)
+        config = AttnResConfig(**fields)
+        if num_blocks is None:
+            return config
+        reads = {name: value for name, value in fields.items() if name.startswith("attn_res_")}
+        return AttnResConfig.from_base_config(config.to_base_config(), num_blocks=num_blocks, **reads)
+    except StrictDataclassError as error:  # its own message is of several lines
+        reason = str(error.__cause__).rstrip(".")
+        hint = " YAML takes 1e-6 for text: write 1.0e-6." if "expected float, got str" in reason else ""
+        raise ValueError(f"`model_config`: {reason}.{hint}") from error
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"`model_config`: {type(error).__name__}: {error}") from error
 
 
 def read_data(
