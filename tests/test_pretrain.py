@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -25,8 +26,10 @@ from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.training import AttnResTrainingArguments, PretrainArguments, pretrain
 from attnres.training.config import of_fields, read_config
+from attnres.training.loss_guard import LossGuard
 from attnres.training.optimizer import WithMuon, with_muon
 from attnres.training.pretrain import make_model, prepare, read_model_config, train_over_stages
+from attnres.training.stages import StageLoop
 from attnres.training.stream import PackedStream
 
 
@@ -218,6 +221,16 @@ def test_muon(folder, tmp_path):
     assert kinds == {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
 
 
+def test_a_loss_that_is_no_number():
+    """Of several batches as of one, it is a rise and not the end of the run."""
+    guard = LossGuard()
+    guard.first_batches = [5.0, 5.1]
+    for last in (math.nan, math.inf):
+        assert f"to {last}" in guard.check_held_out(5.05, last, [last, last])
+    guard.first_batches = [5.0, math.inf]
+    assert guard.check_held_out(math.inf, 5.05, [5.0, 5.1]) is None
+
+
 # --- what does not go together
 
 
@@ -235,7 +248,7 @@ def test_muon(folder, tmp_path):
         ({"model_config": {"model_type": "lama"}, "max_steps": 1}, "'lama' is not a type of model that transformers"),
         ({"model_config": {**BLOCKS, "attn_res_wieghts": "sigmoid"}}, "Did you mean attn_res_weights"),
         ({"model_config": {**BLOCKS, "num_key_value_head": 2}}, "Did you mean num_key_value_heads"),
-        ({"model_config": {**TWIN, "num_key_value_head": 2}}, "for of type `llama`.*Did you mean num_key_value"),
+        ({"model_config": {**TWIN, "num_key_value_head": 2}}, "a model of type `llama`.*Did you mean num_key_value"),
         ({"model_config": {**TWIN, "num_blocks": 2}}, "`num_blocks: 2` and `model_type: llama` contradict"),
         ({"model_config": {**MODEL, "num_blocks": 4}}, "`num_blocks: 4` and `attn_res_block_size: 3` contradict"),
         ({"model_config": {**BLOCKS, "rms_norm_eps": "1e-6"}}, "'rms_norm_eps' expected float.* write 1.0e-6"),
@@ -361,6 +374,18 @@ def test_stages_train_what_the_trainer_does(folder, tmp_path, one_process, optim
     resumed_weights = load_file(again / "model.safetensors")
     assert all(tensor.equal(resumed_weights[name]) for name, tensor in weights.items())
     assert losses_of(resumed, "loss") == losses_of(history, "loss")
+
+
+def test_modes_of_stages(folder, tmp_path, one_process):
+    """A model that was read, in evaluation mode, trains with dropout; an evaluation leaves modes as they are."""
+    run = prepare(fields(folder, tmp_path / "out", schedule="Interleaved1F1B", stages_per_rank=2))
+    loop = StageLoop(run, make_model(run).eval())
+    modules = [module for stage in loop.pipeline.stages for module in stage.submod.model.modules()]
+    assert all(module.training for module in modules)
+    for module in modules[::2]:
+        module.training = False
+    loop._evaluate()
+    assert [module.training for module in modules] == [number % 2 == 1 for number in range(len(modules))]
 
 
 @pytest.mark.slow

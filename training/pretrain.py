@@ -371,7 +371,7 @@ def train_over_stages(run: "PretrainRun", model: torch.nn.Module) -> tuple[Path,
     dist.barrier()
     losses = [entry["eval_loss"] for entry in loop.history if "eval_loss" in entry]
     explanation = None
-    if len(losses) > 1 and losses[-1] > losses[0]:
+    if len(losses) > 1 and not losses[-1] <= losses[0]:  # also if it is not a number any more
         explanation = f"The held-out loss has risen from {losses[0]:.4f} to {losses[-1]:.4f}. Lower `learning_rate`."
     return final, loop.history, trainable, explanation
 
