@@ -157,6 +157,7 @@ class StageLoop:
         checkpoint = last_whole_checkpoint(self.output, 0)
         if checkpoint is not None:
             model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+        model.train()  # one that was read is in evaluation mode, without dropout
         decay = {*Trainer.get_decay_parameter_names(None, model)}
         self.pipeline = AttnResPipeline(
             model,
