@@ -26,6 +26,7 @@ from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.training import AttnResTrainingArguments, PretrainArguments, pretrain
 from attnres.training.config import of_fields, read_config
+from attnres.training.finetune import last_whole_checkpoint
 from attnres.training.loss_guard import LossGuard
 from attnres.training.optimizer import WithMuon, with_muon
 from attnres.training.pretrain import make_model, prepare, read_model_config, train_over_stages
@@ -187,6 +188,34 @@ def test_stopped_and_resumed(folder, tmp_path, monkeypatch):
     expected, found = (load_file(run.folder / "model.safetensors") for run in (whole, resumed))
     assert all(tensor.equal(found[name]) for name, tensor in expected.items())
     assert losses_of(resumed.history, "eval_loss") == losses_of(whole.history, "eval_loss")
+
+
+def test_resumed_by_another_number_of_processes(folder, tmp_path):
+    """It is refused before anything is read; what a kill has left of a checkpoint is not of fewer processes."""
+    config = fields(folder, tmp_path / "out", dataset="/nowhere")
+
+    def write(step, *states):
+        checkpoint = tmp_path / "out" / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        for name in (*(f"rng_state{state}.pth" for state in states), "trainer_state.json"):
+            (checkpoint / name).write_text("{}")
+
+    write(2, "_0", "_1", "_2")
+    (tmp_path / "out" / "pretrain.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(
+        ValueError, match=r"another number of processes \(3\) than there are \(1\): start the run with 3"
+    ):
+        pretrain(config)
+    with pytest.raises(ValueError, match=r"\(3\) than there are \(4\)"):
+        last_whole_checkpoint(tmp_path / "out", 4)
+    write(4, "_1", "_2")
+    assert last_whole_checkpoint(tmp_path / "out", 3).endswith("checkpoint-2")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    assert last_whole_checkpoint(tmp_path / "out", 3) is None
+    write(6, "")
+    assert last_whole_checkpoint(tmp_path / "out", 1).endswith("checkpoint-6")
+    with pytest.raises(ValueError, match=r"\(1\) than there are \(2\)"):
+        last_whole_checkpoint(tmp_path / "out", 2)
 
 
 def test_muon(folder, tmp_path):

@@ -40,7 +40,7 @@ from ..rows import load_rows
 from . import data, stages
 from .config import cannot_pack, check_length, of_fields, read_config, training_arguments
 from .curves import plot_curves
-from .finetune import FinetuneResult, check_output, held_out_losses, last_whole_checkpoint, save_final
+from .finetune import FinetuneResult, check_output, checkpoint_to_resume, held_out_losses, save_final
 from .stream import POSITION, PackedStream, collate
 from .trainer import AttnResTrainer, AttnResTrainingArguments
 
@@ -156,6 +156,8 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
     check_output(Path(arguments.output_dir), config, RUN_FILE)
     if arguments.over_stages:
         stages.check_run(arguments, training, model_config, config)
+    else:
+        checkpoint_to_resume(training)
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model or arguments.model_config)
     if len(tokenizer) > model_config.vocab_size:
         raise ValueError(
@@ -328,7 +330,7 @@ class PretrainTrainer(AttnResTrainer):
 def train_with_trainer(run: PretrainRun, model: torch.nn.Module) -> tuple[Path, list, int, str | None]:
     """Train until `max_steps`: the folder of the model, the history, what was trained and what is wrong, if it is."""
     training, output = run.training, Path(run.arguments.output_dir)
-    checkpoint = None if training.save_only_model else last_whole_checkpoint(output, training.world_size)
+    checkpoint = checkpoint_to_resume(training)
     if checkpoint is not None:
         training.eval_on_start = False
         run.train.go_on_at(json.loads((Path(checkpoint) / STREAM_FILE).read_text(encoding="utf-8")))
@@ -346,6 +348,8 @@ def train_with_trainer(run: PretrainRun, model: torch.nn.Module) -> tuple[Path, 
     trainer.train(resume_from_checkpoint=checkpoint)
     if not any("eval_loss" in e and e["step"] == trainer.state.global_step for e in trainer.state.log_history):
         trainer.evaluate()
+    if training.load_best_model_at_end:  # the last evaluation may have been of another model
+        trainer.evaluate(metric_key_prefix="final")
     history = trainer.state.log_history
     if trainer.is_world_process_zero():
         write_history(run, history)
