@@ -190,6 +190,20 @@ def test_stopped_and_resumed(folder, tmp_path, monkeypatch):
     assert losses_of(resumed.history, "eval_loss") == losses_of(whole.history, "eval_loss")
 
 
+def test_the_loss_of_the_model_that_is_kept(folder, tmp_path):
+    """With `load_best_model_at_end`, it is the one that is said, and not that of the last evaluation."""
+    settings = {
+        "learning_rate": 0.3,
+        "lr_scheduler_type": "constant",
+        "max_steps": 2,
+        "eval_steps": 1,
+        "save_steps": 1,
+    }
+    result = pretrain(fields(folder, tmp_path / "out", **settings, load_best_model_at_end=True, eval_on_start=False))
+    assert result.losses[-1] == min(result.losses) < result.losses[-2]  # which has risen
+    assert f"{result.losses[-1]:.4f}" in (result.folder / "README.md").read_text()
+
+
 def test_resumed_by_another_number_of_processes(folder, tmp_path):
     """It is refused before anything is read; what a kill has left of a checkpoint is not of fewer processes."""
     config = fields(folder, tmp_path / "out", dataset="/nowhere")
