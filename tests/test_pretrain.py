@@ -111,6 +111,35 @@ def test_a_stream_goes_on_where_it_was(kind, apart):
     assert max(row["next_position"][0] for row in expected[:30]) >= 2  # epochs
 
 
+def test_a_stream_of_other_data():
+    """It is not gone on with: its rows would be others, or the same again."""
+
+    def stream(texts):
+        return PackedStream(Dataset.from_dict({"text": texts}), Numbers(), 7)
+
+    texts = [str(i) for i in range(200)]
+    state = json.loads(json.dumps(stream(texts).state_at((0, 3, 1))))
+    stream(list(texts)).go_on_at(state)
+    with pytest.raises(ValueError, match="it had 200 rows and has 201. Restore it, or name another `output_dir`"):
+        stream([*texts, "200"]).go_on_at(state)
+    with pytest.raises(ValueError, match="some rows are others"):
+        stream([*texts[1:], "200"]).go_on_at(state)
+    del state["key"]  # a checkpoint of an older version
+    stream([*texts, "200"]).go_on_at(state)
+
+
+def test_a_stream_forgets():
+    """What finds documents again is kept of those that are still to come, however long it goes on."""
+    stream = stream_of("streamed")
+    for row in itertools.islice(stream, 60):
+        stream.forget_before(tuple(row["next_position"]))
+        assert len(stream._places) <= 2
+        again = stream_of("streamed")
+        again.go_on_at(stream.state_at(tuple(row["next_position"])))
+    expected = list(itertools.islice(stream_of("streamed"), 64))
+    assert list(itertools.islice(again, 4)) == expected[60:]
+
+
 def test_rows_of_a_stream():
     """Every token of every epoch is there once, in full rows, and documents begin at position 0 without a label."""
     documents = {int(f"{10 * i + j + 1}") for i in range(9) for j in range(i % 5 + 1)}

@@ -311,7 +311,8 @@ class PretrainTrainer(AttnResTrainer):
         self._last: torch.Tensor | None = None  # the positions behind the rows of the last step
 
     def training_step(self, model, inputs, *args, **kwargs):
-        self._last = inputs.get(POSITION)
+        self._last = inputs[POSITION]
+        self.train_dataset.forget_before(min(map(tuple, self._last.tolist())))
         return super().training_step(model, inputs, *args, **kwargs)
 
     def compute_loss(self, model, inputs, *args, **kwargs):

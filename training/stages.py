@@ -252,6 +252,7 @@ class StageLoop:
     def _train_step(self, rows: Iterator[dict[str, Any]]) -> tuple[float, float]:
         batch = collate(list(islice(rows, self.batch_size * self.replicas)))
         self.position = tuple(batch.pop(POSITION)[-1].tolist())
+        self.run.train.forget_before(self.position)
         loss = self._over_stages(self.pipeline.step, batch)
         add_up_gradients(self.of_own_heads, self.mesh["tp"])
         norm = float(self.pipeline.clip_grad_norm_(self.training.max_grad_norm or float("inf")))
