@@ -73,6 +73,11 @@ def check_run(
             f"`pp_size` and `tp_size` are for AttnRes models, and this is a {model_config.model_type}. Train it with"
             " replicas: leave them out."
         )
+    if training.save_strategy not in ("steps", "no"):
+        name = training.save_strategy.value
+        raise ValueError(
+            f"`save_strategy: {name}` is not possible with `pp_size` or `tp_size`: set it to steps or no."
+        )
     if isinstance(training.query_learning_rate, str):
         raise ValueError("`query_learning_rate: auto` is measured on a whole model: give a number, or null.")
     if arguments.tp_size > 1:
