@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from family_tensor_parallel import difference
 from safetensors.torch import load_file
 from test_parallel import in_processes
@@ -233,6 +233,24 @@ def test_the_loss_of_the_model_that_is_kept(folder, tmp_path):
     assert f"{result.losses[-1]:.4f}" in (result.folder / "README.md").read_text()
 
 
+def test_streamed_rows_to_evaluate_on(folder, tmp_path, monkeypatch):
+    """No more than the first of them are read."""
+    read = []
+
+    def documents(split):
+        for number in range(1000):
+            read.append(split)
+            yield {"text": f"{number} is a number, and so is the next one. " * 5}
+
+    def load_streamed(source, config, split, streaming):
+        assert streaming
+        return IterableDataset.from_generator(documents, gen_kwargs={"split": split})
+
+    monkeypatch.setattr(sys.modules[PretrainArguments.__module__], "load_rows", load_streamed)
+    run = prepare(fields(folder, tmp_path / "out", streaming=True, eval_split="test", eval_documents=7))
+    assert 0 < len(run.held_out) < 100 and read.count("test") <= 8
+
+
 def test_resumed_by_another_number_of_processes(folder, tmp_path):
     """It is refused before anything is read; what a kill has left of a checkpoint is not of fewer processes."""
     config = fields(folder, tmp_path / "out", dataset="/nowhere")
@@ -338,6 +356,7 @@ def test_a_loss_that_is_no_number():
         ({"apart": True, "model_config": MAMBA}, "`apart: true` is not possible"),
         ({"pp_size": 2}, "need a multiple of 2 processes, and there are 1"),
         ({"pp_size": 2, "torch_compile": True}, "`torch_compile` is not a field of runs with"),
+        ({"pp_size": 2, "save_strategy": "best"}, "`save_strategy: best` is not possible with `pp_size`"),
         ({"pp_size": 2, "query_learning_rate": "auto"}, "is measured on a whole model"),
         ({"pp_size": 2, "model_config": {"model_type": "llama", "vocab_size": 400}}, "are for AttnRes models"),
         ({"tp_size": 2, "model_config": MAMBA}, "`tp_size: 2` is not possible with base `mamba`: transformers has"),

@@ -265,8 +265,11 @@ def read_data(
     if arguments.eval_dataset is not None or arguments.eval_split is not None:
         source = arguments.eval_dataset or arguments.dataset
         config = arguments.dataset_config if arguments.eval_dataset is None else None
-        others = load_rows(source, config, arguments.eval_split or "train")
-        others = others.select(range(min(count, len(others))))
+        others = load_rows(source, config, arguments.eval_split or "train", streaming=arguments.streaming)
+        if isinstance(others, Dataset):
+            others = others.select(range(min(count, len(others))))
+        else:  # no more is read
+            others = Dataset.from_list(list(others.take(count)))
     else:
         if len(rows) < 2 * count:
             raise ValueError(
