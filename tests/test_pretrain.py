@@ -324,6 +324,10 @@ def test_a_loss_that_is_no_number():
 # --- what does not go together
 
 
+def decay(**kwargs):
+    return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
@@ -356,6 +360,16 @@ def test_a_loss_that_is_no_number():
         ({"apart": True, "model_config": MAMBA}, "`apart: true` is not possible"),
         ({"pp_size": 2}, "need a multiple of 2 processes, and there are 1"),
         ({"pp_size": 2, "torch_compile": True}, "`torch_compile` is not a field of runs with"),
+        ({"dataloader_drop_last": True, "per_device_eval_batch_size": 500}, "nothing of .* a batch has 500: lower"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "cannot be made with .*: missing 1 .* 'num_decay_steps'"),
+        ({**decay(num_decay_step=2)}, "lr_scheduler_kwargs: {num_decay_step: 2}.*'num_decay_step'"),
+        ({**decay(num_decay_steps="many")}, "lr_scheduler_kwargs: {num_decay_steps: many}"),
+        ({**decay(num_decay_steps=5), "warmup_steps": 2}, "`num_decay_steps: 5` .* the 4 steps that `max_steps: 6`"),
+        ({"pp_size": 2, "gradient_accumulation_steps": 1}, "`gradient_accumulation_steps: 1` .* `schedule: 1F1B`"),
+        (
+            {"pp_size": 2, "schedule": "Interleaved1F1B", "gradient_accumulation_steps": 5},
+            "`schedule: Interleaved1F1B` needs a multiple of `pp_size: 2`",
+        ),
         ({"pp_size": 2, "save_strategy": "best"}, "`save_strategy: best` is not possible with `pp_size`"),
         ({"pp_size": 2, "query_learning_rate": "auto"}, "is measured on a whole model"),
         ({"pp_size": 2, "model_config": {"model_type": "llama", "vocab_size": 400}}, "are for AttnRes models"),
@@ -413,6 +427,17 @@ def test_prepared_configs(path):
             for unit, digits, letter in ((1e6, 0, "M"), (1e9, 1, "B"))
         )
     assert {*config} <= {*AttnResTrainingArguments.__dataclass_fields__, *PretrainArguments.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_prepared_configs_of_fewer_steps(path, tmp_path):
+    """A decay that is then longer than the run is refused."""
+    overrides = {"max_steps": 1000, "output_dir": str(tmp_path / "out"), "bf16": False}
+    config = read_config(path, overrides, PretrainArguments, ("dataset", "output_dir", "max_steps"))
+    if "num_decay_steps" not in config.get("lr_scheduler_kwargs", {}):
+        pytest.skip("it does not decay by a number of steps")
+    with pytest.raises(ValueError, match="`num_decay_steps: .* steps that `max_steps: 1000` leaves"):
+        prepare(config)
 
 
 # --- stages

@@ -36,6 +36,7 @@ from . import data
 from .config import (
     FinetuneArguments,
     cannot_pack,
+    check_rows_to_evaluate_on,
     check_run,
     make_adapter,
     read_config,
@@ -177,6 +178,7 @@ def prepare(config: dict[str, Any], may_pack: bool = True) -> Run:
         print(f"Rows are not packed: {reason}.")
     with training.main_process_first(desc="reading the data"):
         train, held_out = read_data(arguments, tokenizer, packed, verbose=training.process_index == 0)
+    check_rows_to_evaluate_on(len(held_out), training)
     run = Run(arguments, training, model_config, tokenizer, train, held_out, packed)
     first_batch(run)
     return run

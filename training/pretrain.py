@@ -38,7 +38,15 @@ from ..model_cards import write_model_card
 from ..outputs import write_file
 from ..rows import load_rows
 from . import data, stages
-from .config import cannot_pack, check_length, of_fields, read_config, training_arguments
+from .config import (
+    cannot_pack,
+    check_length,
+    check_rows_to_evaluate_on,
+    check_schedule,
+    of_fields,
+    read_config,
+    training_arguments,
+)
 from .curves import plot_curves
 from .finetune import FinetuneResult, check_output, checkpoint_to_resume, held_out_losses, save_final
 from .stream import POSITION, PackedStream, collate
@@ -171,6 +179,7 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
         print(f"Documents that lie in one row are not kept apart: {reason}.")
     with training.main_process_first(desc="reading the data"):
         train, held_out = read_data(arguments, training, tokenizer, apart)
+    check_rows_to_evaluate_on(len(held_out), training)
     return PretrainRun(arguments, training, model_config, tokenizer, train, held_out)
 
 
@@ -182,6 +191,7 @@ def check_fields(arguments: PretrainArguments, training: AttnResTrainingArgument
         raise ValueError("`tokenizer` is missing: `model_config` is a list of fields, which has none.")
     if training.max_steps < 1:
         raise ValueError(f"`max_steps: {training.max_steps}` is not above 0; the data has no end of its own.")
+    check_schedule(training)
     for name in ("eval_strategy", "save_strategy"):
         if getattr(training, name) == "epoch":
             raise ValueError(f"`{name}: epoch` is not possible: the data has no end of its own. Set it to steps.")

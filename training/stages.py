@@ -82,6 +82,8 @@ def check_run(
         raise ValueError("`query_learning_rate: auto` is measured on a whole model: give a number, or null.")
     if arguments.tp_size > 1:
         check_matrices(model_config, arguments.tp_size)
+    num_stages = count_stages(arguments)
+    check_microbatches(arguments, training.gradient_accumulation_steps, num_stages)
     processes = training.world_size
     inner = arguments.pp_size * arguments.tp_size
     if processes % inner:
@@ -89,9 +91,28 @@ def check_run(
             f"`pp_size: {arguments.pp_size}` and `tp_size: {arguments.tp_size}` need a multiple of {inner} processes,"
             f" and there are {processes}. Start the run with torchrun --nproc-per-node {inner}."
         )
-    stages_per_rank = arguments.stages_per_rank or (1 if arguments.schedule.lower() in ("1f1b", "gpipe") else 2)
-    num_stages = len(ranks_of_stages(arguments.pp_size, stages_per_rank, arguments.schedule))
     spread(len(model_config.sublayers_per_layer()), num_stages)
+
+
+def count_stages(arguments: "PretrainArguments") -> int:
+    stages_per_rank = arguments.stages_per_rank or (1 if arguments.schedule.lower() in ("1f1b", "gpipe") else 2)
+    return len(ranks_of_stages(arguments.pp_size, stages_per_rank, arguments.schedule))
+
+
+def check_microbatches(arguments: "PretrainArguments", count: int, num_stages: int):
+    """Raise a `ValueError` for a number of them that the schedule does not take."""
+    schedule = arguments.schedule.lower()
+    rounds = max(1, count // arguments.pp_size)
+    if schedule in ("1f1b", "dualpipev") and count < num_stages:
+        wanted = f"{num_stages} or more, as many as it has stages"
+    elif schedule in ("interleaved1f1b", "interleavedzerobubble") and count % rounds:
+        wanted = f"a multiple of `pp_size: {arguments.pp_size}`"
+    else:
+        return
+    raise ValueError(
+        f"`gradient_accumulation_steps: {count}` are the microbatches of the pipeline, and `schedule:"
+        f" {arguments.schedule}` needs {wanted}."
+    )
 
 
 def check_matrices(config: PreTrainedConfig, tp_size: int):
