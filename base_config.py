@@ -103,10 +103,11 @@ def check_known(kwargs: dict[str, Any], base_class: type[PreTrainedConfig], own:
         if name in own or is_known(name, base_class):
             continue
         close = difflib.get_close_matches(name, [*base_keywords(base_class), *own], n=3)  # type: ignore[arg-type]
+        ours = [name for name in own if name.startswith(("base_model_type", "attn_res_"))]
+        kind = f"{'an AttnRes model on base' if ours else 'a model of type'} `{base_class.model_type}`"
         raise ValueError(
-            f"Unknown field `{name}={value!r}` for an AttnRes model on base `{base_class.model_type}`."
-            f" Allowed are the fields of `{base_class.__name__}` and"
-            f" {', '.join(name for name in own if name.startswith(('base_model_type', 'attn_res_')))}."
+            f"Unknown field `{name}={value!r}` for {kind}. Allowed are the fields of `{base_class.__name__}`"
+            + (f" and {', '.join(ours)}." if ours else ".")
             + (f" Did you mean {' or '.join(close)}?" if close else "")
         )
 

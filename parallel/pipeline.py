@@ -259,14 +259,14 @@ class AttnResPipeline:
         Dropout is off meanwhile.
         """
         self._begin(input_ids, labels, num_items, kwargs)
-        modes = [stage.submod.training for stage in self.stages]
+        modes = [(module, module.training) for stage in self.stages for module in stage.submod.modules()]
         try:
             for stage in self.stages:
                 stage.submod.eval()
             return self._sum(self._run(self.schedule.eval, input_ids, labels, kwargs))
         finally:
-            for stage, mode in zip(self.stages, modes):
-                stage.submod.train(mode)
+            for module, training in modes:
+                module.training = training
 
     def _begin(self, input_ids: torch.Tensor, labels: torch.Tensor, num_items: float | None, kwargs: dict[str, Any]):
         """Check a batch, and forget what is left of the one before."""

@@ -88,7 +88,7 @@ class Ladder:
         fields = {**self.model_config, **self.sizes[size]}
         if self.arms[arm]:
             return {**fields, **self.arms[arm]}
-        return {**fields, "model_type": fields.pop("base_model_type")}
+        return {"model_type": fields.pop("base_model_type"), **fields}
 
     def model_config_of(self, arm: str, size: str) -> PreTrainedConfig:
         return read_model_config(PretrainArguments("", "", model_config=self.config_of(arm, size)))

@@ -324,6 +324,18 @@ def test_two_processes_match_one(folder, tmp_path):
         ({"resume_from_checkpoint": "there"}, "`resume_from_checkpoint` has no effect here"),
         ({"revision": "main"}, "`revision: main` is for a Hub id"),
         ({"dataloader_num_workers": -1}, "`dataloader_num_workers: -1` is negative"),
+        (
+            {"dataloader_drop_last": True, "per_device_eval_batch_size": 999},
+            "as a batch has 999: lower `per_device_ev",
+        ),
+        (
+            {
+                "lr_scheduler_type": "warmup_stable_decay",
+                "lr_scheduler_kwargs": {"num_decay_steps": 9},
+                "max_steps": 6,
+            },
+            "`num_decay_steps: 9` of `lr_scheduler_kwargs` is more than the 6 steps that `max_steps: 6` leaves",
+        ),
     ],
     ids=lambda value: next(iter(value)) if isinstance(value, dict) else "",
 )

@@ -3,6 +3,7 @@
 
 import itertools
 import json
+import math
 import shutil
 import subprocess
 import sys
@@ -14,7 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import yaml
-from datasets import Dataset
+from datasets import Dataset, IterableDataset
 from family_tensor_parallel import difference
 from safetensors.torch import load_file
 from test_parallel import in_processes
@@ -25,8 +26,11 @@ from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.training import AttnResTrainingArguments, PretrainArguments, pretrain
 from attnres.training.config import of_fields, read_config
+from attnres.training.finetune import last_whole_checkpoint
+from attnres.training.loss_guard import LossGuard
 from attnres.training.optimizer import WithMuon, with_muon
 from attnres.training.pretrain import make_model, prepare, read_model_config, train_over_stages
+from attnres.training.stages import StageLoop
 from attnres.training.stream import PackedStream
 
 
@@ -34,6 +38,11 @@ CONFIGS = sorted((Path(__file__).parents[1] / "training" / "configs").glob("p*.y
 MODEL = {
     **{"base_model_type": "llama", "attn_res_block_size": 3, "vocab_size": 400, "max_position_embeddings": 128},
     **{"num_hidden_layers": 4, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4},
+}
+BLOCKS = {**{name: MODEL[name] for name in MODEL if name != "attn_res_block_size"}, "num_blocks": 2}
+TWIN = {
+    **{name: BLOCKS[name] for name in BLOCKS if name not in ("base_model_type", "num_blocks")},
+    "model_type": "llama",
 }
 APERTUS = {"base_model_type": "apertus", "attn_res_block_size": 1, "vocab_size": 400}
 MAMBA = {"base_model_type": "mamba", "attn_res_block_size": 1, "vocab_size": 400}
@@ -100,6 +109,35 @@ def test_a_stream_goes_on_where_it_was(kind, apart):
         again.go_on_at(json.loads(json.dumps(stream.state_at(tuple(row["next_position"])))))
         assert list(itertools.islice(again, 8)) == expected[number + 1 : number + 9]
     assert max(row["next_position"][0] for row in expected[:30]) >= 2  # epochs
+
+
+def test_a_stream_of_other_data():
+    """It is not gone on with: its rows would be others, or the same again."""
+
+    def stream(texts):
+        return PackedStream(Dataset.from_dict({"text": texts}), Numbers(), 7)
+
+    texts = [str(i) for i in range(200)]
+    state = json.loads(json.dumps(stream(texts).state_at((0, 3, 1))))
+    stream(list(texts)).go_on_at(state)
+    with pytest.raises(ValueError, match="it had 200 rows and has 201. Restore it, or name another `output_dir`"):
+        stream([*texts, "200"]).go_on_at(state)
+    with pytest.raises(ValueError, match="some rows are others"):
+        stream([*texts[1:], "200"]).go_on_at(state)
+    del state["key"]  # a checkpoint of an older version
+    stream([*texts, "200"]).go_on_at(state)
+
+
+def test_a_stream_forgets():
+    """What finds documents again is kept of those that are still to come, however long it goes on."""
+    stream = stream_of("streamed")
+    for row in itertools.islice(stream, 60):
+        stream.forget_before(tuple(row["next_position"]))
+        assert len(stream._places) <= 2
+        again = stream_of("streamed")
+        again.go_on_at(stream.state_at(tuple(row["next_position"])))
+    expected = list(itertools.islice(stream_of("streamed"), 64))
+    assert list(itertools.islice(again, 4)) == expected[60:]
 
 
 def test_rows_of_a_stream():
@@ -181,6 +219,66 @@ def test_stopped_and_resumed(folder, tmp_path, monkeypatch):
     assert losses_of(resumed.history, "eval_loss") == losses_of(whole.history, "eval_loss")
 
 
+def test_the_loss_of_the_model_that_is_kept(folder, tmp_path):
+    """With `load_best_model_at_end`, it is the one that is said, and not that of the last evaluation."""
+    settings = {
+        "learning_rate": 0.3,
+        "lr_scheduler_type": "constant",
+        "max_steps": 2,
+        "eval_steps": 1,
+        "save_steps": 1,
+    }
+    result = pretrain(fields(folder, tmp_path / "out", **settings, load_best_model_at_end=True, eval_on_start=False))
+    assert result.losses[-1] == min(result.losses) < result.losses[-2]  # which has risen
+    assert f"{result.losses[-1]:.4f}" in (result.folder / "README.md").read_text()
+
+
+def test_streamed_rows_to_evaluate_on(folder, tmp_path, monkeypatch):
+    """No more than the first of them are read."""
+    read = []
+
+    def documents(split):
+        for number in range(1000):
+            read.append(split)
+            yield {"text": f"{number} is a number, and so is the next one. " * 5}
+
+    def load_streamed(source, config, split, streaming):
+        assert streaming
+        return IterableDataset.from_generator(documents, gen_kwargs={"split": split})
+
+    monkeypatch.setattr(sys.modules[PretrainArguments.__module__], "load_rows", load_streamed)
+    run = prepare(fields(folder, tmp_path / "out", streaming=True, eval_split="test", eval_documents=7))
+    assert 0 < len(run.held_out) < 100 and read.count("test") <= 8
+
+
+def test_resumed_by_another_number_of_processes(folder, tmp_path):
+    """It is refused before anything is read; what a kill has left of a checkpoint is not of fewer processes."""
+    config = fields(folder, tmp_path / "out", dataset="/nowhere")
+
+    def write(step, *states):
+        checkpoint = tmp_path / "out" / f"checkpoint-{step}"
+        checkpoint.mkdir(parents=True)
+        for name in (*(f"rng_state{state}.pth" for state in states), "trainer_state.json"):
+            (checkpoint / name).write_text("{}")
+
+    write(2, "_0", "_1", "_2")
+    (tmp_path / "out" / "pretrain.yaml").write_text(yaml.safe_dump(config))
+    with pytest.raises(
+        ValueError, match=r"another number of processes \(3\) than there are \(1\): start the run with 3"
+    ):
+        pretrain(config)
+    with pytest.raises(ValueError, match=r"\(3\) than there are \(4\)"):
+        last_whole_checkpoint(tmp_path / "out", 4)
+    write(4, "_1", "_2")
+    assert last_whole_checkpoint(tmp_path / "out", 3).endswith("checkpoint-2")
+    shutil.rmtree(tmp_path / "out" / "checkpoint-2")
+    assert last_whole_checkpoint(tmp_path / "out", 3) is None
+    write(6, "")
+    assert last_whole_checkpoint(tmp_path / "out", 1).endswith("checkpoint-6")
+    with pytest.raises(ValueError, match=r"\(1\) than there are \(2\)"):
+        last_whole_checkpoint(tmp_path / "out", 2)
+
+
 def test_muon(folder, tmp_path):
     """It has the matrices of the layers and nothing else, and its rates follow the schedule."""
     run = prepare(fields(folder, tmp_path / "out", muon_learning_rate=7e-3, query_learning_rate=3e-3))
@@ -213,7 +311,21 @@ def test_muon(folder, tmp_path):
     assert kinds == {"step", "exp_avg", "exp_avg_sq", "momentum_buffer"}
 
 
+def test_a_loss_that_is_no_number():
+    """Of several batches as of one, it is a rise and not the end of the run."""
+    guard = LossGuard()
+    guard.first_batches = [5.0, 5.1]
+    for last in (math.nan, math.inf):
+        assert f"to {last}" in guard.check_held_out(5.05, last, [last, last])
+    guard.first_batches = [5.0, math.inf]
+    assert guard.check_held_out(math.inf, 5.05, [5.0, 5.1]) is None
+
+
 # --- what does not go together
+
+
+def decay(**kwargs):
+    return {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": kwargs}
 
 
 @pytest.mark.parametrize(
@@ -228,6 +340,13 @@ def test_muon(folder, tmp_path):
         ({"model_config": {**MODEL, "base_model_type": "zaya"}}, "zaya"),
         ({"model_config": {**MODEL, "base_model_type": "lama"}}, "'lama' is not a type of model that transformers"),
         ({"model_config": {"model_type": "lama"}, "max_steps": 1}, "'lama' is not a type of model that transformers"),
+        ({"model_config": {**BLOCKS, "attn_res_wieghts": "sigmoid"}}, "Did you mean attn_res_weights"),
+        ({"model_config": {**BLOCKS, "num_key_value_head": 2}}, "Did you mean num_key_value_heads"),
+        ({"model_config": {**TWIN, "num_key_value_head": 2}}, "a model of type `llama`.*Did you mean num_key_value"),
+        ({"model_config": {**TWIN, "num_blocks": 2}}, "`num_blocks: 2` and `model_type: llama` contradict"),
+        ({"model_config": {**MODEL, "num_blocks": 4}}, "`num_blocks: 4` and `attn_res_block_size: 3` contradict"),
+        ({"model_config": {**BLOCKS, "rms_norm_eps": "1e-6"}}, "'rms_norm_eps' expected float.* write 1.0e-6"),
+        ({"model_config": {**TWIN, "num_attention_heads": 5}}, "not a multiple of the number of attention heads"),
         ({"model_config": "/nowhere"}, "There is no folder `/nowhere`"),
         ({"max_length": 1}, "leaves nothing to predict"),
         ({"max_length": 129}, "more than the 128 tokens of the model"),
@@ -241,6 +360,17 @@ def test_muon(folder, tmp_path):
         ({"apart": True, "model_config": MAMBA}, "`apart: true` is not possible"),
         ({"pp_size": 2}, "need a multiple of 2 processes, and there are 1"),
         ({"pp_size": 2, "torch_compile": True}, "`torch_compile` is not a field of runs with"),
+        ({"dataloader_drop_last": True, "per_device_eval_batch_size": 500}, "nothing of .* a batch has 500: lower"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "cannot be made with .*: missing 1 .* 'num_decay_steps'"),
+        ({**decay(num_decay_step=2)}, "lr_scheduler_kwargs: {num_decay_step: 2}.*'num_decay_step'"),
+        ({**decay(num_decay_steps="many")}, "lr_scheduler_kwargs: {num_decay_steps: many}"),
+        ({**decay(num_decay_steps=5), "warmup_steps": 2}, "`num_decay_steps: 5` .* the 4 steps that `max_steps: 6`"),
+        ({"pp_size": 2, "gradient_accumulation_steps": 1}, "`gradient_accumulation_steps: 1` .* `schedule: 1F1B`"),
+        (
+            {"pp_size": 2, "schedule": "Interleaved1F1B", "gradient_accumulation_steps": 5},
+            "`schedule: Interleaved1F1B` needs a multiple of `pp_size: 2`",
+        ),
+        ({"pp_size": 2, "save_strategy": "best"}, "`save_strategy: best` is not possible with `pp_size`"),
         ({"pp_size": 2, "query_learning_rate": "auto"}, "is measured on a whole model"),
         ({"pp_size": 2, "model_config": {"model_type": "llama", "vocab_size": 400}}, "are for AttnRes models"),
         ({"tp_size": 2, "model_config": MAMBA}, "`tp_size: 2` is not possible with base `mamba`: transformers has"),
@@ -256,6 +386,14 @@ def test_what_does_not_go_together(folder, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         pretrain(config)
     assert not (tmp_path / "out").exists()
+
+
+def test_fields_of_a_model_with_a_number_of_blocks():
+    """They are those of the model, reads over depth and all, and generic ones are taken of a PreNorm twin."""
+    fields = {**BLOCKS, "attn_res_weights": "sigmoid", "attn_res_num_heads": 4}
+    config = read_model_config(PretrainArguments("", "", model_config=fields))
+    assert (config.attn_res_block_size, config.attn_res_weights, config.attn_res_num_heads) == (4, "sigmoid", 4)
+    assert read_model_config(PretrainArguments("", "", model_config={**TWIN, "dtype": "float32"})).hidden_size == 32
 
 
 def test_another_run_is_there(folder, tmp_path):
@@ -289,6 +427,17 @@ def test_prepared_configs(path):
             for unit, digits, letter in ((1e6, 0, "M"), (1e9, 1, "B"))
         )
     assert {*config} <= {*AttnResTrainingArguments.__dataclass_fields__, *PretrainArguments.__dataclass_fields__}
+
+
+@pytest.mark.parametrize("path", CONFIGS, ids=lambda path: path.stem)
+def test_prepared_configs_of_fewer_steps(path, tmp_path):
+    """A decay that is then longer than the run is refused."""
+    overrides = {"max_steps": 1000, "output_dir": str(tmp_path / "out"), "bf16": False}
+    config = read_config(path, overrides, PretrainArguments, ("dataset", "output_dir", "max_steps"))
+    if "num_decay_steps" not in config.get("lr_scheduler_kwargs", {}):
+        pytest.skip("it does not decay by a number of steps")
+    with pytest.raises(ValueError, match="`num_decay_steps: .* steps that `max_steps: 1000` leaves"):
+        prepare(config)
 
 
 # --- stages
@@ -341,6 +490,18 @@ def test_stages_train_what_the_trainer_does(folder, tmp_path, one_process, optim
     resumed_weights = load_file(again / "model.safetensors")
     assert all(tensor.equal(resumed_weights[name]) for name, tensor in weights.items())
     assert losses_of(resumed, "loss") == losses_of(history, "loss")
+
+
+def test_modes_of_stages(folder, tmp_path, one_process):
+    """A model that was read, in evaluation mode, trains with dropout; an evaluation leaves modes as they are."""
+    run = prepare(fields(folder, tmp_path / "out", schedule="Interleaved1F1B", stages_per_rank=2))
+    loop = StageLoop(run, make_model(run).eval())
+    modules = [module for stage in loop.pipeline.stages for module in stage.submod.model.modules()]
+    assert all(module.training for module in modules)
+    for module in modules[::2]:
+        module.training = False
+    loop._evaluate()
+    assert [module.training for module in modules] == [number % 2 == 1 for number in range(len(modules))]
 
 
 @pytest.mark.slow

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 import torch
 import yaml
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, get_scheduler
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
@@ -244,6 +244,7 @@ def check_run(arguments: FinetuneArguments, training: AttnResTrainingArguments, 
     dtype = arguments.dtype or "auto"
     if dtype != "auto" and not getattr(getattr(torch, dtype, None), "is_floating_point", False):
         raise ValueError(f"`dtype: {dtype}` is not one of auto, float32, bfloat16, float16.")
+    check_schedule(training)
     check_evaluation(arguments, training)
     check_adapter(arguments, model_config)
 
@@ -269,6 +270,37 @@ def check_evaluation(arguments: FinetuneArguments, training: AttnResTrainingArgu
         raise ValueError(f"`metric_for_best_model: {metric}` is not measured: it is eval_loss.")
     if metric is not None and training.greater_is_better:
         raise ValueError("`greater_is_better: true` would keep the model with the largest loss.")
+
+
+def check_schedule(training: AttnResTrainingArguments):
+    """Raise a `ValueError` for a schedule that cannot be made, or one that decays for longer than it has steps."""
+    if training.max_steps < 1:  # known when the data is read
+        return
+    kind, kwargs = training.lr_scheduler_type.value, training.lr_scheduler_kwargs or {}
+    warmup = training.get_warmup_steps(training.max_steps)
+    try:
+        get_scheduler(kind, torch.optim.SGD([torch.zeros(1)], lr=1.0), warmup, training.max_steps, {**kwargs})
+    except (TypeError, ValueError) as error:
+        reason = str(error).split("() ")[-1].rstrip(".")  # without the name of the function
+        raise ValueError(
+            f"`lr_scheduler_type: {kind}` cannot be made with `lr_scheduler_kwargs: {_as_yaml(kwargs)}`: {reason}."
+        ) from error
+    decay, left = kwargs.get("num_decay_steps", 0), max(0, training.max_steps - warmup)
+    if decay > left and "num_stable_steps" not in kwargs:
+        raise ValueError(
+            f"`num_decay_steps: {decay}` of `lr_scheduler_kwargs` is more than the {left} steps that `max_steps:"
+            f" {training.max_steps}` leaves behind the warm-up, and the rate would drop there: lower it."
+        )
+
+
+def check_rows_to_evaluate_on(count: int, training: AttnResTrainingArguments):
+    """Raise a `ValueError` if `dataloader_drop_last` leaves none of them."""
+    batch = training.eval_batch_size * training.world_size
+    if training.dataloader_drop_last and count < batch:
+        raise ValueError(
+            f"`dataloader_drop_last: true` leaves nothing of the {count} rows to evaluate on, as a batch has {batch}:"
+            " lower `per_device_eval_batch_size`, or leave it out."
+        )
 
 
 def check_adapter(arguments: FinetuneArguments, model_config: PreTrainedConfig):

@@ -36,6 +36,7 @@ from . import data
 from .config import (
     FinetuneArguments,
     cannot_pack,
+    check_rows_to_evaluate_on,
     check_run,
     make_adapter,
     read_config,
@@ -107,7 +108,7 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
     output.mkdir(parents=True, exist_ok=True)
     if training.process_index == 0:
         write_file(output / "finetune.yaml", yaml.safe_dump(config, sort_keys=True))
-    checkpoint = None if training.save_only_model else last_whole_checkpoint(output, training.world_size)
+    checkpoint = checkpoint_to_resume(training)
     if checkpoint is not None:
         # Its log has the loss of the start. Evaluated again, it would count as one without progress
         training.eval_on_start = False
@@ -167,6 +168,7 @@ def prepare(config: dict[str, Any], may_pack: bool = True) -> Run:
     model_config = read_model_config(arguments)
     check_run(arguments, training, model_config)
     check_output(Path(arguments.output_dir), config, "finetune.yaml")
+    checkpoint_to_resume(training)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.revision)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
@@ -176,6 +178,7 @@ def prepare(config: dict[str, Any], may_pack: bool = True) -> Run:
         print(f"Rows are not packed: {reason}.")
     with training.main_process_first(desc="reading the data"):
         train, held_out = read_data(arguments, tokenizer, packed, verbose=training.process_index == 0)
+    check_rows_to_evaluate_on(len(held_out), training)
     run = Run(arguments, training, model_config, tokenizer, train, held_out, packed)
     first_batch(run)
     return run
@@ -328,18 +331,48 @@ def four_bits() -> BitsAndBytesConfig:
     )
 
 
+def checkpoint_to_resume(training: AttnResTrainingArguments) -> str | None:
+    """The checkpoint that a run of the Trainer goes on from, if there is one.
+
+    Raises:
+        ValueError: if another number of processes has written those that there are.
+    """
+    return None if training.save_only_model else last_whole_checkpoint(Path(training.output_dir), training.world_size)
+
+
 def last_whole_checkpoint(output: Path, num_processes: int) -> str | None:
-    """The last one with all that the Trainer writes: a kill may have left part of one."""
+    """The last one with all that the Trainer writes: a kill may have left part of one.
+
+    Args:
+        num_processes: whose generators have a state in it; 0 in those of the loop over stages.
+
+    Raises:
+        ValueError: if there is none, but one of another number of processes.
+    """
     checkpoints = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
+    others = set()
     for path in checkpoints:
         try:
             # Process 0 writes this file last, while the others may not have come to the states of their generators
             json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
         except (FileNotFoundError, json.JSONDecodeError):
             continue
-        if len(list(path.glob("rng_state*.pth"))) == num_processes:
+        states = {state.name for state in path.glob("rng_state*.pth")}
+        if states == names_of_states(num_processes):
             return str(path)
+        if states == names_of_states(len(states)):  # or others were killed before they wrote theirs
+            others.add(len(states))
+    if others - {0}:
+        raise ValueError(
+            f"`output_dir: {output}` has checkpoints of another number of processes ({max(others)}) than there are"
+            f" ({num_processes}): start the run with {max(others)}, or delete its checkpoints to begin again."
+        )
     return None
+
+
+def names_of_states(num_processes: int) -> set[str]:
+    """The files in which the Trainer keeps the states of generators."""
+    return {"rng_state.pth"} if num_processes == 1 else {f"rng_state_{i}.pth" for i in range(num_processes)}
 
 
 def save_final(trainer: AttnResTrainer, output: Path, write_card: Callable[[Path], None]) -> Path:

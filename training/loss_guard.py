@@ -35,7 +35,8 @@ class LossGuard:
         noise = 0.0
         if len(batches) == len(self.first_batches) > 1:
             rises = [after - before for before, after in zip(self.first_batches, batches)]
-            noise = 2 * statistics.stdev(rises) / math.sqrt(len(rises))
+            if all(map(math.isfinite, rises)):  # `statistics` takes nothing else
+                noise = 2 * statistics.stdev(rises) / math.sqrt(len(rises))
         if last - first <= max(noise, SMALLEST_RISE):
             return None
         return f"The held-out loss has risen from {first:.4f} at the start to {last:.4f}"

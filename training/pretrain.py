@@ -6,6 +6,7 @@ The Trainer trains it, or with `pp_size` the stages of a pipeline (`stages.py`).
 """
 
 import contextlib
+import dataclasses
 import functools
 import json
 from dataclasses import dataclass
@@ -16,6 +17,7 @@ import torch
 import torch.distributed as dist
 import yaml
 from datasets import Dataset
+from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
@@ -28,6 +30,7 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.trainer_utils import align_special_tokens
 
+from ..base_config import check_known
 from ..configuration_attnres import AttnResConfig
 from ..conversion.files import atomic_folder
 from ..inspection.callback import DepthMapCallback
@@ -35,9 +38,17 @@ from ..model_cards import write_model_card
 from ..outputs import write_file
 from ..rows import load_rows
 from . import data, stages
-from .config import cannot_pack, check_length, of_fields, read_config, training_arguments
+from .config import (
+    cannot_pack,
+    check_length,
+    check_rows_to_evaluate_on,
+    check_schedule,
+    of_fields,
+    read_config,
+    training_arguments,
+)
 from .curves import plot_curves
-from .finetune import FinetuneResult, check_output, held_out_losses, last_whole_checkpoint, save_final
+from .finetune import FinetuneResult, check_output, checkpoint_to_resume, held_out_losses, save_final
 from .stream import POSITION, PackedStream, collate
 from .trainer import AttnResTrainer, AttnResTrainingArguments
 
@@ -153,6 +164,8 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
     check_output(Path(arguments.output_dir), config, RUN_FILE)
     if arguments.over_stages:
         stages.check_run(arguments, training, model_config, config)
+    else:
+        checkpoint_to_resume(training)
     tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model or arguments.model_config)
     if len(tokenizer) > model_config.vocab_size:
         raise ValueError(
@@ -166,6 +179,7 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
         print(f"Documents that lie in one row are not kept apart: {reason}.")
     with training.main_process_first(desc="reading the data"):
         train, held_out = read_data(arguments, training, tokenizer, apart)
+    check_rows_to_evaluate_on(len(held_out), training)
     return PretrainRun(arguments, training, model_config, tokenizer, train, held_out)
 
 
@@ -177,6 +191,7 @@ def check_fields(arguments: PretrainArguments, training: AttnResTrainingArgument
         raise ValueError("`tokenizer` is missing: `model_config` is a list of fields, which has none.")
     if training.max_steps < 1:
         raise ValueError(f"`max_steps: {training.max_steps}` is not above 0; the data has no end of its own.")
+    check_schedule(training)
     for name in ("eval_strategy", "save_strategy"):
         if getattr(training, name) == "epoch":
             raise ValueError(f"`{name}: epoch` is not possible: the data has no end of its own. Set it to steps.")
@@ -207,26 +222,44 @@ def read_model_config(arguments: PretrainArguments) -> PreTrainedConfig:
             raise ValueError(f"There is no folder `{source}`.")
         config = AutoConfig.from_pretrained(source)
     else:
-        fields = dict(source or {})
-        model_type = fields.pop("model_type", "attnres")
-        num_blocks = fields.pop("num_blocks", None)
-        if (kind := fields.get("base_model_type", model_type)) not in CONFIG_MAPPING:
-            raise ValueError(f"`model_config`: {kind!r} is not a type of model that transformers {__version__} has.")
-        try:
-            if model_type != "attnres":
-                config = AutoConfig.for_model(model_type, **fields)
-            elif num_blocks is not None:
-                base_model_type = fields.pop("base_model_type")
-                config = AttnResConfig.from_base_config(
-                    AutoConfig.for_model(base_model_type, **fields), num_blocks=num_blocks
-                )
-            else:
-                config = AttnResConfig(**fields)
-        except (TypeError, KeyError) as error:
-            raise ValueError(f"`model_config`: {type(error).__name__}: {error}") from error
+        config = config_of_fields(dict(source or {}))
     if "text_config" in type(config).sub_configs:
         raise ValueError(f"A {config.model_type} is a multimodal model, and its data is more than text.")
     return config
+
+
+def config_of_fields(fields: dict[str, Any]) -> PreTrainedConfig:
+    """The configuration of a model from scratch.
+
+    Raises:
+        ValueError: for a field that is unknown or has no effect, and for values that do not go together.
+    """
+    model_type, num_blocks = fields.pop("model_type", "attnres"), fields.pop("num_blocks", None)
+    if (kind := fields.get("base_model_type", model_type)) not in CONFIG_MAPPING:
+        raise ValueError(f"`model_config`: {kind!r} is not a type of model that transformers {__version__} has.")
+    if num_blocks is not None and (model_type != "attnres" or "attn_res_block_size" in fields):
+        other = "attn_res_block_size" if model_type == "attnres" else "model_type"
+        value = fields.get(other, model_type)
+        raise ValueError(
+            f"`model_config`: `num_blocks: {num_blocks}` and `{other}: {value}` contradict: give one of them."
+        )
+    try:
+        if model_type != "attnres":
+            check_known(
+                fields, CONFIG_MAPPING[model_type], [field.name for field in dataclasses.fields(PreTrainedConfig)]
+            )
+            return AutoConfig.for_model(model_type, **fields)
+        config = AttnResConfig(**fields)
+        if num_blocks is None:
+            return config
+        reads = {name: value for name, value in fields.items() if name.startswith("attn_res_")}
+        return AttnResConfig.from_base_config(config.to_base_config(), num_blocks=num_blocks, **reads)
+    except StrictDataclassError as error:  # its own message is of several lines
+        reason = str(error.__cause__).rstrip(".")
+        hint = " YAML takes 1e-6 for text: write 1.0e-6." if "expected float, got str" in reason else ""
+        raise ValueError(f"`model_config`: {reason}.{hint}") from error
+    except (TypeError, KeyError) as error:
+        raise ValueError(f"`model_config`: {type(error).__name__}: {error}") from error
 
 
 def read_data(
@@ -242,8 +275,11 @@ def read_data(
     if arguments.eval_dataset is not None or arguments.eval_split is not None:
         source = arguments.eval_dataset or arguments.dataset
         config = arguments.dataset_config if arguments.eval_dataset is None else None
-        others = load_rows(source, config, arguments.eval_split or "train")
-        others = others.select(range(min(count, len(others))))
+        others = load_rows(source, config, arguments.eval_split or "train", streaming=arguments.streaming)
+        if isinstance(others, Dataset):
+            others = others.select(range(min(count, len(others))))
+        else:  # no more is read
+            others = Dataset.from_list(list(others.take(count)))
     else:
         if len(rows) < 2 * count:
             raise ValueError(
@@ -288,7 +324,8 @@ class PretrainTrainer(AttnResTrainer):
         self._last: torch.Tensor | None = None  # the positions behind the rows of the last step
 
     def training_step(self, model, inputs, *args, **kwargs):
-        self._last = inputs.get(POSITION)
+        self._last = inputs[POSITION]
+        self.train_dataset.forget_before(min(map(tuple, self._last.tolist())))
         return super().training_step(model, inputs, *args, **kwargs)
 
     def compute_loss(self, model, inputs, *args, **kwargs):
@@ -307,7 +344,7 @@ class PretrainTrainer(AttnResTrainer):
 def train_with_trainer(run: PretrainRun, model: torch.nn.Module) -> tuple[Path, list, int, str | None]:
     """Train until `max_steps`: the folder of the model, the history, what was trained and what is wrong, if it is."""
     training, output = run.training, Path(run.arguments.output_dir)
-    checkpoint = None if training.save_only_model else last_whole_checkpoint(output, training.world_size)
+    checkpoint = checkpoint_to_resume(training)
     if checkpoint is not None:
         training.eval_on_start = False
         run.train.go_on_at(json.loads((Path(checkpoint) / STREAM_FILE).read_text(encoding="utf-8")))
@@ -325,6 +362,8 @@ def train_with_trainer(run: PretrainRun, model: torch.nn.Module) -> tuple[Path, 
     trainer.train(resume_from_checkpoint=checkpoint)
     if not any("eval_loss" in e and e["step"] == trainer.state.global_step for e in trainer.state.log_history):
         trainer.evaluate()
+    if training.load_best_model_at_end:  # the last evaluation may have been of another model
+        trainer.evaluate(metric_key_prefix="final")
     history = trainer.state.log_history
     if trainer.is_world_process_zero():
         write_history(run, history)
@@ -350,7 +389,7 @@ def train_over_stages(run: "PretrainRun", model: torch.nn.Module) -> tuple[Path,
     dist.barrier()
     losses = [entry["eval_loss"] for entry in loop.history if "eval_loss" in entry]
     explanation = None
-    if len(losses) > 1 and losses[-1] > losses[0]:
+    if len(losses) > 1 and not losses[-1] <= losses[0]:  # also if it is not a number any more
         explanation = f"The held-out loss has risen from {losses[0]:.4f} to {losses[-1]:.4f}. Lower `learning_rate`."
     return final, loop.history, trainable, explanation
 

@@ -73,10 +73,17 @@ def check_run(
             f"`pp_size` and `tp_size` are for AttnRes models, and this is a {model_config.model_type}. Train it with"
             " replicas: leave them out."
         )
+    if training.save_strategy not in ("steps", "no"):
+        name = training.save_strategy.value
+        raise ValueError(
+            f"`save_strategy: {name}` is not possible with `pp_size` or `tp_size`: set it to steps or no."
+        )
     if isinstance(training.query_learning_rate, str):
         raise ValueError("`query_learning_rate: auto` is measured on a whole model: give a number, or null.")
     if arguments.tp_size > 1:
         check_matrices(model_config, arguments.tp_size)
+    num_stages = count_stages(arguments)
+    check_microbatches(arguments, training.gradient_accumulation_steps, num_stages)
     processes = training.world_size
     inner = arguments.pp_size * arguments.tp_size
     if processes % inner:
@@ -84,9 +91,28 @@ def check_run(
             f"`pp_size: {arguments.pp_size}` and `tp_size: {arguments.tp_size}` need a multiple of {inner} processes,"
             f" and there are {processes}. Start the run with torchrun --nproc-per-node {inner}."
         )
-    stages_per_rank = arguments.stages_per_rank or (1 if arguments.schedule.lower() in ("1f1b", "gpipe") else 2)
-    num_stages = len(ranks_of_stages(arguments.pp_size, stages_per_rank, arguments.schedule))
     spread(len(model_config.sublayers_per_layer()), num_stages)
+
+
+def count_stages(arguments: "PretrainArguments") -> int:
+    stages_per_rank = arguments.stages_per_rank or (1 if arguments.schedule.lower() in ("1f1b", "gpipe") else 2)
+    return len(ranks_of_stages(arguments.pp_size, stages_per_rank, arguments.schedule))
+
+
+def check_microbatches(arguments: "PretrainArguments", count: int, num_stages: int):
+    """Raise a `ValueError` for a number of them that the schedule does not take."""
+    schedule = arguments.schedule.lower()
+    rounds = max(1, count // arguments.pp_size)
+    if schedule in ("1f1b", "dualpipev") and count < num_stages:
+        wanted = f"{num_stages} or more, as many as it has stages"
+    elif schedule in ("interleaved1f1b", "interleavedzerobubble") and count % rounds:
+        wanted = f"a multiple of `pp_size: {arguments.pp_size}`"
+    else:
+        return
+    raise ValueError(
+        f"`gradient_accumulation_steps: {count}` are the microbatches of the pipeline, and `schedule:"
+        f" {arguments.schedule}` needs {wanted}."
+    )
 
 
 def check_matrices(config: PreTrainedConfig, tp_size: int):
@@ -157,6 +183,7 @@ class StageLoop:
         checkpoint = last_whole_checkpoint(self.output, 0)
         if checkpoint is not None:
             model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+        model.train()  # one that was read is in evaluation mode, without dropout
         decay = {*Trainer.get_decay_parameter_names(None, model)}
         self.pipeline = AttnResPipeline(
             model,
@@ -251,6 +278,7 @@ class StageLoop:
     def _train_step(self, rows: Iterator[dict[str, Any]]) -> tuple[float, float]:
         batch = collate(list(islice(rows, self.batch_size * self.replicas)))
         self.position = tuple(batch.pop(POSITION)[-1].tolist())
+        self.run.train.forget_before(self.position)
         loss = self._over_stages(self.pipeline.step, batch)
         add_up_gradients(self.of_own_heads, self.mesh["tp"])
         norm = float(self.pipeline.clip_grad_norm_(self.training.max_grad_norm or float("inf")))

@@ -2,11 +2,13 @@
 """Rows to pretrain on: documents one behind another, cut wherever a row is full. Where it stands can be kept."""
 
 import copy
+import functools
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
 import torch
+import xxhash
 from datasets import Dataset
 from datasets import IterableDataset as StreamedDataset
 from torch.utils.data import IterableDataset
@@ -17,6 +19,8 @@ from ..rows import IGNORED_LABEL, row_tokenizer
 
 # The key of a row under which it says where the next one begins
 POSITION = "next_position"
+# So many parts of a data set, between whose rows it is looked whether it is the same
+SAMPLED = 64
 
 
 class PackedStream(IterableDataset):
@@ -44,19 +48,52 @@ class PackedStream(IterableDataset):
         apart: bool = True,
     ):
         columns = documents.column_names or list(next(iter(documents), {}))
+        used = {text_column, "text", "messages", "prompt", "completion"}
+        self.columns = [name for name in columns if name in used]
         self.tokenize = row_tokenizer(columns, tokenizer, text_column)
         self.documents, self.length, self.seed, self.apart = documents, length, seed, apart
         self.start = (0, 0, 0)
         # Of a streamed data set: by epoch and number of a document, what finds it again
         self._places: dict[tuple[int, int], dict[str, Any]] = {}
 
+    @functools.cached_property
+    def key(self) -> list[int] | None:
+        """What tells a data set that is not streamed from another: how many rows it has, and a hash of some of them.
+
+        The fingerprint of `datasets` is no such key: it changes when the cache is made anew.
+        """
+        if not isinstance(self.documents, Dataset):
+            return None
+        count = len(self.documents)
+        spread = sorted({i * (count - 1) // SAMPLED for i in range(SAMPLED + 1)})
+        rows = self.documents.select_columns(self.columns)[spread]
+        return [count, xxhash.xxh3_64_intdigest(repr(rows).encode("utf-8", "surrogatepass"))]
+
     def state_at(self, position: tuple[int, int, int]) -> dict[str, Any]:
-        """What `go_on_at` needs to begin a row there, as JSON has it. Earlier rows are forgotten."""
+        """What `go_on_at` needs to begin a row there, as JSON has it."""
         epoch, number, _ = position
-        self._places = {key: place for key, place in self._places.items() if key >= (epoch, number)}
-        return {"position": list(position), "place": self._places.get((epoch, number))}
+        return {"position": list(position), "place": self._places.get((epoch, number)), "key": self.key}
+
+    def forget_before(self, position: tuple[int, int, int]):
+        """Keep no longer what finds earlier documents of a streamed data set again, but for that of the start."""
+        epoch, number, _ = position
+        kept = {self.start[:2]} | {key for key in self._places if key >= (epoch, number)}
+        self._places = {key: place for key, place in self._places.items() if key in kept}
 
     def go_on_at(self, state: dict[str, Any]):
+        """Begin where a state was taken.
+
+        Raises:
+            ValueError: if the data is no longer the same, of which the rows would be others.
+        """
+        before = state.get("key")  # older checkpoints have none
+        if before is not None and before != self.key:
+            count = None if self.key is None else self.key[0]
+            reason = "some rows are others" if count == before[0] else f"it had {before[0]} rows and has {count}"
+            raise ValueError(
+                f"The data to train on has changed since the checkpoint was saved: {reason}. Restore it, or name"
+                " another `output_dir`."
+            )
         epoch, number, token = state["position"]
         self.start = epoch, number, token
         if state["place"] is not None:
