@@ -14,7 +14,7 @@ import shutil
 import statistics
 import time
 import zlib
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
@@ -26,7 +26,7 @@ from rich.console import Console
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from attnres.benchmarks.read_study import detectable, holm
+from attnres.benchmarks.read_study import SEEDS, TUNING_SEED, Run, detectable, holm, read_runs
 from attnres.benchmarks.real import PACKAGE, packaged_model
 from attnres.benchmarks.real_prompts import CHAT
 from attnres.benchmarks.twin import alternate
@@ -39,7 +39,6 @@ from attnres.training.adapters import lora_config, queries_config
 
 
 RESULTS = Path(__file__).parent / "retrofit"
-SEEDS, TUNING_SEED = range(5), 100
 STEPS, TUNING_STEPS, BATCH, LENGTH = 40, 20, 2, 128
 TUNING_WINDOWS, JUDGING_WINDOWS, QUESTIONS, ANSWER_TOKENS = 24, 48, 100, 48
 NUM_BLOCKS, LORA_RANK, QUERY_RATE = 8, 8, 2e-4
@@ -70,29 +69,6 @@ METRICS = {
 BESIDE = {"full": "full_prenorm", "lora": "lora_prenorm", "queries": "base", "heads": "queries"}
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run. Its name is that of its result file."""
-
-    arm: str
-    seed: int
-    steps: int
-    learning_rate: float
-
-    @property
-    def name(self) -> str:
-        of = f"lr{self.learning_rate:g}" if self.seed == TUNING_SEED else f"seed{self.seed}"
-        return f"{self.arm}-{of}"
-
-
-def read_runs(results: Path) -> dict[Run, dict[str, Any]]:
-    found = {}
-    for path in sorted((results / "runs").glob("*.json")):
-        result = json.loads(path.read_text())
-        found[Run(**result["run"])] = result
-    return found
 
 
 def swept(arm: str) -> str:

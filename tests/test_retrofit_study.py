@@ -1,0 +1,73 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study of a real model that is trained further: its order of runs, and its report. Nothing is trained here."""
+
+import json
+import random
+from dataclasses import asdict
+
+import pytest
+import typer
+
+from attnres.benchmarks import retrofit_study
+from attnres.benchmarks.retrofit_study import ARMS, GRIDS, METRICS, SEEDS, TUNING_SEED, next_rate, next_run, report
+
+
+def test_rates_beyond_the_grid():
+    grid = GRIDS["full"]
+    assert next_rate({}, grid) == 1e-5 and next_rate({1e-5: 3.0, 3e-5: 2.0}, grid) == 9e-5
+    assert next_rate({1e-5: 3.0, 3e-5: 2.0, 9e-5: 2.5}, grid) is None
+    assert next_rate({1e-5: 3.0, 3e-5: 2.0, 9e-5: 1.5}, grid) == 3e-4
+    assert next_rate({1e-5: 1.0, 3e-5: 2.0, 9e-5: 2.5}, grid) == 3e-6
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Results of all runs, made up: losses of a paired difference, and accuracies that do not change."""
+    found, generator = {}, random.Random(0)
+    while run := next_run(found):
+        if run.seed == TUNING_SEED:
+            found[run] = {"run": asdict(run), "tuning": abs(run.learning_rate - 3e-5) + abs(run.learning_rate - 3e-4)}
+            continue
+        better = 0.1 * (run.arm == "full") + 0.01 * generator.random()
+        metrics = dict.fromkeys(METRICS, 3.0 + 0.1 * run.seed - better) | {"quartz": 50.0}
+        found[run] = {"run": asdict(run), "tuning": 3.0, "trained_parameters": 1000, **metrics}
+    return found
+
+
+def test_every_arm_and_seed_has_its_runs(runs):
+    finals = [run for run in runs if run.seed != TUNING_SEED]
+    assert len(finals) == 1 + len(SEEDS) * (len(ARMS) - 1) and len(set(finals)) == len(finals)
+    rates = {run.arm: run.learning_rate for run in finals}
+    assert rates["full_prenorm"] == rates["full_prenorm_double"] == rates["full"] == 3e-5
+    assert rates["lora"] == rates["lora_prenorm_double"] == rates["queries"] == 3e-4
+    assert [run.arm for run in finals[:3]] == ["base", "full_prenorm", "full_prenorm_double"]
+
+
+def test_report(runs, tmp_path):
+    (tmp_path / "runs").mkdir()
+    for run, result in runs.items():
+        if run.seed in (0, 1, 2, TUNING_SEED):
+            (tmp_path / f"runs/{run.name}.json").write_text(json.dumps(result))
+    speeds = {arm: {"ratio_quartiles": [1.2, 1.2, 1.2]} for arm in ("full", "lora")}
+    (tmp_path / "speed.json").write_text(json.dumps(speeds))
+    report(tmp_path)
+    table = (tmp_path / "table.md").read_text()
+    of_new_text = table.split("## loss, new text")[1].split("##")[0].splitlines()
+    (row,) = (line for line in of_new_text if "equal time" in line and "all" in line)
+    differences = []
+    for seed in range(3):
+        of = {run.arm: result["judging"] for run, result in runs.items() if run.seed == seed}
+        share = 0.2630344058337938  # the logarithm of 1.2, to the base of 2
+        differences.append(of["full"] - (1 - share) * of["full_prenorm"] - share * of["full_prenorm_double"])
+    assert ", ".join(f"{d:+.4f}" for d in differences) in row
+    assert "the same in every seed" in table.split("## QuaRTz, points")[1]
+    for path in (tmp_path / "runs").glob("full-seed*.json"):
+        path.unlink()
+    with pytest.raises(typer.BadParameter, match="0 seeds have all arms, and three are needed"):
+        report(tmp_path)
+
+
+def test_text_is_held_out_by_file():
+    parts = retrofit_study.new_text()
+    assert all(parts.values()) and not set(parts["train"]) & {*parts["tuning"], *parts["judging"]}
+    assert len(parts["train"]) > 5 * (len(parts["tuning"]) + len(parts["judging"]))
