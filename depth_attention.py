@@ -239,9 +239,9 @@ def rms_norm_parameters(norm: nn.Module | None, dtype: torch.dtype) -> tuple[tor
         return None
     own, norm_class = vars(norm), type(norm)
     # Norms from elsewhere, such as Liger's replacements, have options that are ignored here
-    if not norm_class.__name__.removesuffix("OverDepth").endswith("RMSNorm") or not norm_class.__module__.startswith(
-        "transformers.models."
-    ):
+    if not norm_class.__module__.startswith("transformers.models."):
+        return None
+    if not norm_class.__name__.removesuffix("OverDepth").endswith("RMSNorm"):
         return None
     if "variance_epsilon" not in own:
         return None
@@ -413,7 +413,7 @@ class BlockCache:
             like: of the shape, dtype and device of every source, `[batch, seq, hidden]`.
             block_size: sublayers per block.
             eps: epsilon of the key RMSNorm.
-            how: the sources are read, of a cache that knows several ways.
+            how: the `Read` of the stream, for a cache that knows several.
         """
         layout = (like.shape, like.dtype, like.device, len(queries), block_size, eps, how, use_kernels(like))
         # a buffer made under inference mode cannot be written outside of it

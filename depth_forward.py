@@ -80,11 +80,9 @@ def _with_tensors(outputs: Any) -> Any:
         elif _is_final(outputs.get("last_hidden_state")):
             outputs["last_hidden_state"] = _read(outputs["last_hidden_state"])
     elif isinstance(outputs, tuple):
-        outputs = tuple(
-            tuple(map(_read, part)) if isinstance(part, tuple) else _read(part) if _is_final(part) else part
-            for part in outputs
-        )
-        return outputs if behind is None else (behind, *outputs[1:])
+        first = behind if behind is not None else _read(outputs[0]) if _is_final(outputs[0]) else outputs[0]
+        others = (tuple(map(_read, part)) if isinstance(part, tuple) else part for part in outputs[1:])
+        return first, *others
     return outputs
 
 

@@ -95,12 +95,13 @@ class SliceEnd(PassThrough):
 
     def forward(self, stream, *args, **kwargs):
         HANDED.stream_behind = stream
-        return super().forward(
-            torch.full_like(stream.newest, torch.nan)
-        )  # so that a head that is run on it by mistake shows
+        # Not numbers, so that a head that is run on them by mistake shows
+        return super().forward(torch.full_like(stream.newest, torch.nan))
 
 
 class AttnResSliceMixin:
+    """A decoder that can be divided into slices of its layers."""
+
     def keep_layers(self, start: int, end: int, probe: Probe | None = None):
         """Keep only the layers `start` to `end - 1`, and the final norm if the last layer is among them.
 

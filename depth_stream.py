@@ -41,7 +41,7 @@ class DepthRecorder:
     Pass one to a model as `depth_recorder=`. With a recorder every read computes its weights, without block cache.
     """
 
-    # By site: the source that is left out of the softmax there, which has to have another one
+    # By site: the source that is left out of the softmax there; a site has to have another one
     masked_source: dict[int, int] = field(default_factory=dict)
     # By site, `[batch, seq, sources]`: the embedding, the closed blocks, and the partial sum if a block is open
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
@@ -87,9 +87,8 @@ class DepthStream:
     def __post_init__(self):
         # Kept from read to read, and computed again where only the fields have come along
         self.mix: torch.Tensor | None = None
-        self.scores: tuple[
-            tuple[int, tuple[torch.Tensor, ...]], ...
-        ] = ()  # per block: its first site, and its scores from there on
+        # For each block the first site that it was scored for, and its scores from there on
+        self.scores: tuple[tuple[int, tuple[torch.Tensor, ...]], ...] = ()
         self.scored_until: int | None = None  # up to which site blocks are scored at once; `None`: all
         # Its memory may also hold later blocks, written by a stream that has gone further
         self.cache: BlockCache | None = None
@@ -150,7 +149,7 @@ class DepthStream:
 
     @property
     def open_tensors(self) -> tuple[torch.Tensor, ...]:
-        """What of the open block has to cross where a stream is handed on."""
+        """The tensors of the open block, as they are sent where a stream is handed on."""
         return () if self.partial is None else (self.partial,)
 
     def read(self, norm: nn.Module | None = None) -> torch.Tensor:
@@ -221,7 +220,7 @@ class DepthStream:
         scores, end = self.scores, self.scored_until
         if end is not None and self.site >= end:
             scores, end = (), None
-        if torch.is_grad_enabled():  # scores made under `no_grad` (by a recorder, for example) are of no use with it
+        if torch.is_grad_enabled():  # for which scores made under `no_grad` are of no use, such as a recorder's
             wanted = [self.queries.requires_grad or block.requires_grad for block in self.blocks]
             if any(of_block and not columns[0].requires_grad for of_block, (_, columns) in zip(wanted, scores)):
                 scores = ()
@@ -402,7 +401,7 @@ class DepthStream:
         return self.read() / _read_all(other)
 
     def _is_factor(self, other: Any) -> bool:
-        """Whether it is a number, which scales every source. (The scores keep its sign alone.)"""
+        """Whether it is a number, which scales every source. Of a number, scores have no more than the sign."""
         if isinstance(other, torch.Tensor):  # of more dimensions it goes with the tokens, if there is one
             return other.ndim <= 1 and other.numel() == 1
         return not isinstance(other, DepthStream)

@@ -16,6 +16,8 @@ REMOTE_CODE_AUTO_MAP = {
 
 
 class AttnResSavingMixin:
+    """Saving and pushing with the code of the model, and adapters that are checked as they are loaded."""
+
     def save_pretrained(self, *args, **kwargs):
         """As in transformers. A model from a folder that carries its code is saved with the code."""
         # A merged adapter leaves a buffer with its block size, which the config of a model states already

@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, set_seed
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.benchmarks.ablations import with_read
 from attnres.benchmarks.study_arms import BATCH, NUM_BLOCKS, SHAPE, TRAINING, prepare, rows_of, training_step
+from attnres.benchmarks.sweep import next_rate
 from attnres.benchmarks.twin import alternate
 from attnres.outputs import write_file
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
@@ -100,24 +101,13 @@ def tuning_run(arm: str, learning_rate: float) -> Run:
     return Run(arm, TUNING_SEED, TUNING_STEPS, learning_rate)
 
 
-def next_rate(losses: dict[float, float]) -> float | None:
-    """What the sweep still has to try, `None` at its end."""
-    missing = [rate for rate in GRID if rate not in losses]
-    if missing:
-        return missing[0]
-    best, *_ = sorted(losses, key=losses.__getitem__)
-    if best == max(losses):
-        return 2 * best
-    return best / 2 if best == min(losses) else None
-
-
 def next_run(found: dict[Run, dict]) -> Run | None:
     """First all sweeps, and then all arms seed by seed; `None` when everything has a result."""
     rates = {}
     for arm in ARMS:
         swept = "prenorm" if arm == "prenorm_double" else arm
         losses = tuning_losses(found, swept)
-        rate = next_rate(losses)
+        rate = next_rate(losses, GRID)
         if rate is not None:
             return tuning_run(swept, rate)
         rates[arm] = min(losses, key=losses.__getitem__)
@@ -145,26 +135,38 @@ def make_model(arm: str, seed: int):
     return with_read(model, arm) if arm in ABLATIONS else model
 
 
+def trained(model, rows: list[dict], run: Run, work: Path, **fields) -> AttnResTrainer:
+    """Train a model of a run on the rows, in their order; the Trainer, which has the losses.
+
+    Args:
+        fields: of `AttnResTrainingArguments`.
+    """
+    defaults = {
+        "output_dir": str(work / "trainer"),
+        "max_steps": run.steps,
+        "learning_rate": run.learning_rate,
+        "lr_scheduler_type": "cosine",
+        "warmup_steps": run.steps // 20,
+        "train_sampling_strategy": "sequential",
+        "logging_steps": run.steps // 10,
+        "save_strategy": "no",
+        "report_to": [],
+        "use_cpu": True,
+        "disable_tqdm": True,
+        "seed": run.seed,
+    }
+    trainer = AttnResTrainer(model=model, args=AttnResTrainingArguments(**defaults | fields), train_dataset=rows)
+    trainer.train()
+    return trainer
+
+
 def train(run: Run, work: Path) -> dict:
     """Train one run; its figures."""
     start = time.time()
     model = make_model(run.arm, run.seed)
-    arguments = AttnResTrainingArguments(
-        **TRAINING | {"eval_strategy": "no"},
-        output_dir=str(work / "trainer"),
-        max_steps=run.steps,
-        learning_rate=run.learning_rate,
-        query_learning_rate=run.learning_rate,
-        query_weight_decay=0.0,
-        warmup_steps=run.steps // 20,
-        train_sampling_strategy="sequential",
-        logging_steps=run.steps // 10,
-        disable_tqdm=True,
-        seed=run.seed,
-    )
-    rows = rows_of(work, "library", "train", run.seed)
-    trainer = AttnResTrainer(model=model, args=arguments, train_dataset=rows[: run.steps * BATCH])
-    trainer.train()
+    rows = rows_of(work, "library", "train", run.seed)[: run.steps * BATCH]
+    fields = TRAINING | {"eval_strategy": "no", "query_learning_rate": run.learning_rate, "query_weight_decay": 0.0}
+    trainer = trained(model, rows, run, work, **fields)
     losses = {
         split: trainer.evaluate(rows_of(work, "library", split))["eval_loss"] for split in ("tuning", "held_out")
     }

@@ -26,15 +26,15 @@ from rich.console import Console
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from attnres.benchmarks.read_study import SEEDS, TUNING_SEED, Run, detectable, holm, read_runs
+from attnres.benchmarks.read_study import SEEDS, TUNING_SEED, Run, detectable, holm, read_runs, trained
 from attnres.benchmarks.real import PACKAGE, packaged_model
 from attnres.benchmarks.real_prompts import CHAT
+from attnres.benchmarks.sweep import next_rate
 from attnres.benchmarks.twin import alternate
 from attnres.conversion import convert, revert
 from attnres.demo import windows
 from attnres.eval.tasks import installed
 from attnres.outputs import write_file
-from attnres.training import AttnResTrainer, AttnResTrainingArguments
 from attnres.training.adapters import lora_config, queries_config
 
 
@@ -86,22 +86,12 @@ def tuning_losses(found: dict[Run, dict[str, Any]], arm: str) -> dict[float, flo
     return dict(sorted(losses.items()))
 
 
-def next_rate(losses: dict[float, float], grid: tuple[float, ...]) -> float | None:
-    """What a sweep still has to try, `None` at its end."""
-    missing = [rate for rate in grid if rate not in losses]
-    if missing:
-        return missing[0]
-    best = min(losses, key=losses.__getitem__)
-    beyond = best * 3 if best == max(losses) else best / 3 if best == min(losses) else None
-    return None if beyond is None else float(f"{beyond:.0e}")
-
-
 def next_run(found: dict[Run, dict[str, Any]]) -> Run | None:
     """First all sweeps, and then all arms seed by seed; `None` when everything has a result."""
     rates = {"base": 0.0}
     for arm in map(swept, list(ARMS)[1:]):
         losses = tuning_losses(found, arm)
-        rate = next_rate(losses, GRIDS[arm.removesuffix("_prenorm")])
+        rate = next_rate(losses, GRIDS[arm.removesuffix("_prenorm")], factor=3.0)
         if rate is not None:
             return Run(arm, TUNING_SEED, TUNING_STEPS, rate)
         rates[arm] = min(losses, key=losses.__getitem__)
@@ -226,28 +216,15 @@ def train(run: Run, work: Path) -> dict[str, Any]:
     if run.steps:
         order = torch.randperm(len(rows["train"]), generator=torch.Generator().manual_seed(run.seed))
         ids = rows["train"][order[: run.steps * BATCH]]
-        rates = {"queries": None, "heads": None}  # their own
-        arguments = AttnResTrainingArguments(
-            output_dir=str(work / "trainer"),
+        trainer = trained(
+            model,
+            [{"input_ids": row, "labels": row} for row in ids],
+            run,
+            work,
             per_device_train_batch_size=BATCH,
-            max_steps=run.steps,
-            learning_rate=run.learning_rate,
-            query_learning_rate=rates.get(run.arm, QUERY_RATE),
-            lr_scheduler_type="cosine",
-            warmup_steps=run.steps // 20,
+            query_learning_rate=None if run.arm in ("queries", "heads") else QUERY_RATE,  # `None`: the run's own
             weight_decay=0.0,
-            train_sampling_strategy="sequential",
-            logging_steps=run.steps // 10,
-            save_strategy="no",
-            report_to=[],
-            use_cpu=True,
-            disable_tqdm=True,
-            seed=run.seed,
         )
-        trainer = AttnResTrainer(
-            model=model, args=arguments, train_dataset=[{"input_ids": row, "labels": row} for row in ids]
-        )
-        trainer.train()
         log = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
     return {
         "run": asdict(run),

@@ -62,6 +62,21 @@ def ranks_of_stages(num_ranks: int, stages_per_rank: int, schedule: str) -> list
     return [i if i < num_ranks else num_stages - 1 - i if is_v else i % num_ranks for i in range(num_stages)]
 
 
+def num_rounds(microbatches: int, num_ranks: int) -> int:
+    """How often a process comes back to a stage, in schedules with interleaved stages: torch's rule."""
+    return max(1, microbatches // num_ranks)
+
+
+def microbatches_needed(microbatches: int, num_ranks: int, num_stages: int, schedule: str) -> str | None:
+    """What torch's schedule needs in place of so many microbatches; `None` if it takes them."""
+    schedule = schedule.lower()
+    if schedule in ("1f1b", "dualpipev") and microbatches < num_stages:
+        return f"at least {num_stages}, the number of stages"
+    if schedule in ("interleaved1f1b", "interleavedzerobubble") and microbatches % num_rounds(microbatches, num_ranks):
+        return f"a multiple of {num_ranks}, the number of processes in the pipeline"
+    return None
+
+
 class AttnResPipeline:
     """A model, its layers spread over processes. Every process makes one, of the same model, and calls the same.
 
@@ -124,6 +139,9 @@ class AttnResPipeline:
         num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
         self.ranks = ranks_of_stages(num_ranks, stages_per_rank, schedule)
         num_stages = len(self.ranks)
+        needed = microbatches_needed(microbatches, num_ranks, num_stages, schedule)
+        if needed is not None:
+            raise ValueError(f"`microbatches={microbatches}` must be {needed}, with `schedule={schedule!r}`.")
         self.layers_per_stage = list(layers_per_stage or spread(len(self.config.sublayers_per_layer()), num_stages))
         sites = sites_of_stages(self.config, self.layers_per_stage)
         if len(sites) != num_stages + 1:

@@ -25,7 +25,14 @@ from attnres.depth_queries import AttnResDepthQueries
 from attnres.families import read_decoder_config
 from attnres.modeling_attnres import AttnResForCausalLM
 
-from .pipeline import V_SCHEDULES, ranks_of_stages, sites_of_stages, spread
+from .pipeline import (
+    V_SCHEDULES,
+    microbatches_needed,
+    num_rounds,
+    ranks_of_stages,
+    sites_of_stages,
+    spread,
+)
 from .routing import num_transfers, route_blocks
 
 
@@ -153,27 +160,17 @@ def plan(config: AttnResConfig, layout: Layout) -> dict[str, Any]:
     }
 
 
-def num_rounds(layout: Layout) -> int:
-    """How often a process comes back to a stage, in schedules with interleaved stages: torch's rule."""
-    return max(1, layout.microbatches // layout.pp)
-
-
 def check_layout(config: AttnResConfig, layout: Layout):
     """Raise a `ValueError` for a layout with which a run does not start."""
     for name in ("num_attention_heads", "num_key_value_heads"):
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % layout.tp:
             raise ValueError(f"`tp={layout.tp}` must divide `{name}={heads}` of the model.")
-    count, schedule, num_stages = layout.microbatches, layout.schedule.lower(), layout.pp * layout.stages_per_rank
-    if schedule in ("1f1b", "dualpipev") and count < num_stages:
+    num_stages = layout.pp * layout.stages_per_rank
+    needed = microbatches_needed(layout.microbatches, layout.pp, num_stages, layout.schedule)
+    if needed is not None:
         raise ValueError(
-            f"`microbatches={count}` must be at least the number of stages, {num_stages}, with"
-            f" `schedule={layout.schedule!r}`."
-        )
-    if schedule in ("interleaved1f1b", "interleavedzerobubble") and count % num_rounds(layout):
-        raise ValueError(
-            f"`microbatches={count}` must be a multiple of its rounds, {num_rounds(layout)}, with"
-            f" `schedule={layout.schedule!r}`: choose a multiple of `pp={layout.pp}`."
+            f"`microbatches={layout.microbatches}` must be {needed}, with `schedule={layout.schedule!r}`."
         )
 
 
@@ -330,7 +327,7 @@ def in_flight(layout: Layout, rank: int) -> int | None:
         return min(layout.microbatches, layout.pp - rank)
     whole = layout.microbatches * layout.stages_per_rank
     if schedule == "interleaved1f1b":
-        of_round = layout.microbatches // num_rounds(layout)
+        of_round = layout.microbatches // num_rounds(layout.microbatches, layout.pp)
         return min(whole, (layout.stages_per_rank - 1) * of_round + 2 * (layout.pp - 1 - rank) + 1)
     return whole
 

@@ -19,6 +19,7 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedConfig, __version__, set_seed
 
+from ..benchmarks.sweep import next_rate
 from ..benchmarks.twin import alternate
 from ..outputs import write_file
 from ..training import pretrain
@@ -39,8 +40,6 @@ KINDS: dict[type, tuple[str, Any]] = {
     tuple: ("a list of numbers such as [4.0e-3, 8.0e-3]", list),
     dict: ("a list of `field: value`", dict),
 }
-# A sweep goes on beyond its list, by factors of two
-MOST_RATES_BEYOND = 6
 console = Console()
 
 
@@ -224,27 +223,6 @@ def results_of(folder: str | Path) -> dict[Run, dict[str, Any]]:
         result = json.loads(path.read_text(encoding="utf-8"))
         found[Run(**result["run"])] = result
     return found
-
-
-def next_rate(losses: dict[float, float], rates: tuple[float, ...]) -> float | None:
-    """What a sweep still has to try; `None` when the best rate has worse ones on both sides.
-
-    Raises:
-        ValueError: if the sweep has gone far beyond the rates of the ladder.
-    """
-    missing = [rate for rate in rates if rate not in losses]
-    if missing:
-        return missing[0]
-    best = min(losses, key=losses.__getitem__)
-    if len(losses) >= len(rates) + MOST_RATES_BEYOND and best in (min(losses), max(losses)):
-        found = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in losses.items())
-        raise ValueError(
-            f"A sweep of rates finds no best one between others (losses: {found}): begin with other `rates`, in"
-            " another folder."
-        )
-    if best == max(losses):
-        return 2 * best
-    return best / 2 if best == min(losses) else None
 
 
 def tuning_losses(found: dict[Run, dict[str, Any]], arm: str, size: str) -> dict[float, float]:

@@ -505,6 +505,17 @@ def test_norms_that_kernels_take_for_llamas():
         check_that_it_is_llamas(norm)
 
 
+def test_norms_that_are_not_llamas():
+    """By their names and attributes they could be: these norm groups of features, and can be given a gate."""
+    for name in ("mamba2.modeling_mamba2.MambaRMSNormGated", "zamba2.modeling_zamba2.Zamba2RMSNormGated"):
+        module, _, name = name.rpartition(".")
+        norm = getattr(importlib.import_module(f"transformers.models.{module}"), name)(8, 4)
+        assert norm.variance_epsilon and depth_attention.rms_norm_parameters(norm, torch.float32) is None
+    norm = LlamaRMSNorm(8)
+    norm.__class__ = of_both(DepthReader, LlamaRMSNorm)
+    assert depth_attention.rms_norm_parameters(norm, torch.float32) == (norm.weight, norm.variance_epsilon)
+
+
 def check_that_it_is_llamas(norm):
     hidden_states = torch.randn(2, 3, norm.weight.shape[0]) + 1
     with torch.no_grad():

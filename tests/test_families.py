@@ -19,7 +19,7 @@ from tiny_models import (
 )
 from transformers import AutoConfig
 
-from attnres import AttnResConfig, AttnResForCausalLM, BlockCache
+from attnres import AttnResConfig, AttnResForCausalLM, BlockCache, depth_probe
 
 
 # 4 layers are 8 sublayers: Full, one layer a block, a boundary inside a layer and a short end, one block, a short end
@@ -246,3 +246,20 @@ def test_bad_block_partitions_are_named(kwargs, message):
 def test_refused_bases_say_why(base_model_type, reason):
     with pytest.raises(ValueError, match=f"`base_model_type='{base_model_type}'` is not supported: {reason}"):
         AttnResConfig(base_model_type=base_model_type).sublayers_per_layer()
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"num_blocks": 0}, {"block_size": 2, "num_blocks": 2}, {"attn_res_block_size": 2}, {"hiden_size": 3}],
+    ids=str,
+)
+def test_fields_are_checked_before_the_base_is_run(fields, monkeypatch):
+    """Which takes seconds for a large one."""
+    monkeypatch.setattr(depth_probe, "probe_sublayers", lambda config: pytest.fail("The base has been run."))
+    with pytest.raises(ValueError, match="|".join(fields)):
+        AttnResConfig.from_base_config(tiny_base_config("llama"), **fields)
+
+
+def test_a_base_is_not_asked_for_depth_attentions():
+    config = AttnResConfig.from_base_config(tiny_base_config("llama"), output_depth_attentions=True)
+    assert config.output_depth_attentions and "output_depth_attentions" not in config.to_base_config().to_dict()

@@ -28,6 +28,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
+import attnres.model_cards
 from attnres import AttnResConfig, AttnResForCausalLM
 
 
@@ -305,6 +306,17 @@ def test_remote_code(family, tmp_path, monkeypatch):
         assert torch.equal(torch.load(target / "logits.pt"), model(input_ids).logits)
     # the installed package takes precedence over the code in the checkpoint
     assert isinstance(AutoModelForCausalLM.from_pretrained(target), AttnResForCausalLM)
+
+
+def test_a_card_that_cannot_be_made_is_told(monkeypatch):
+    """Only that the package is missing is passed over: this is of what a card is made with."""
+
+    def fail(*args, **kwargs):
+        raise ImportError("jinja2 is required to render a card")
+
+    monkeypatch.setattr(attnres.model_cards, "push_card_if_missing", fail)
+    with pytest.raises(ImportError, match="jinja2 is required"):
+        convert(tiny_base_model("llama"), 3).push_to_hub("somebody/model")
 
 
 @pytest.mark.slow

@@ -164,10 +164,10 @@ def test_in_flight(pp, stages, microbatches):
     [
         ({"gpus": 3, "tp": 3}, "`tp=3` must divide `num_attention_heads=4`"),
         ({"gpus": 4, "tp": 4}, "`tp=4` must divide `num_key_value_heads=2`"),
-        ({"gpus": 4, "pp": 4, "microbatches": 2}, "`microbatches=2` must be at least the number of stages, 4"),
+        ({"gpus": 4, "pp": 4, "microbatches": 2}, "`microbatches=2` must be at least 4, the number of stages"),
         (
             {"gpus": 2, "pp": 2, "stages_per_rank": 2, "schedule": "Interleaved1F1B", "microbatches": 5},
-            "`microbatches=5` must be a multiple of its rounds, 2",
+            "`microbatches=5` must be a multiple of 2, the number of processes",
         ),
     ],
 )

@@ -18,20 +18,20 @@ from attnres.benchmarks.read_study import (
     app,
     holm,
     make_model,
-    next_rate,
     next_run,
     tuning_run,
 )
+from attnres.benchmarks.sweep import next_rate
 
 
 def test_a_sweep_goes_on_until_the_best_rate_is_inside():
     losses = {}
     for rate in GRID:
-        assert next_rate(losses) == rate
+        assert next_rate(losses, GRID) == rate
         losses[rate] = 4 - rate  # ever better
-    assert next_rate(losses) == 2 * GRID[-1]
-    assert next_rate({**losses, 2 * GRID[-1]: 5.0}) is None
-    assert next_rate({rate: rate for rate in GRID}) == GRID[0] / 2
+    assert next_rate(losses, GRID) == 2 * GRID[-1]
+    assert next_rate({**losses, 2 * GRID[-1]: 5.0}, GRID) is None
+    assert next_rate({rate: rate for rate in GRID}, GRID) == GRID[0] / 2
 
 
 def test_runs_come_seed_by_seed_with_the_rates_that_were_chosen():

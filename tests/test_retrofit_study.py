@@ -9,15 +9,7 @@ import pytest
 import typer
 
 from attnres.benchmarks import retrofit_study
-from attnres.benchmarks.retrofit_study import ARMS, GRIDS, METRICS, SEEDS, TUNING_SEED, next_rate, next_run, report
-
-
-def test_rates_beyond_the_grid():
-    grid = GRIDS["full"]
-    assert next_rate({}, grid) == 1e-5 and next_rate({1e-5: 3.0, 3e-5: 2.0}, grid) == 9e-5
-    assert next_rate({1e-5: 3.0, 3e-5: 2.0, 9e-5: 2.5}, grid) is None
-    assert next_rate({1e-5: 3.0, 3e-5: 2.0, 9e-5: 1.5}, grid) == 3e-4
-    assert next_rate({1e-5: 1.0, 3e-5: 2.0, 9e-5: 2.5}, grid) == 3e-6
+from attnres.benchmarks.retrofit_study import ARMS, METRICS, SEEDS, TUNING_SEED, next_run, report
 
 
 @pytest.fixture(scope="module")

@@ -11,12 +11,13 @@ import numpy as np
 import pytest
 import yaml
 
+from attnres.benchmarks.sweep import next_rate
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
 from attnres.scaling import ladder as module
 from attnres.scaling import plot
 from attnres.scaling.fit import PFLOPS_DAY, advantage, fit_floor, fit_ladder, fit_law
-from attnres.scaling.ladder import Run, next_rate, read_ladder, results_of, run_ladder, runs_left
+from attnres.scaling.ladder import Run, read_ladder, results_of, run_ladder, runs_left
 
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -82,6 +83,7 @@ def test_a_sweep_goes_on_beyond_its_ends():
     assert next_rate({1: 3.0, 2: 2.0}, (1, 2)) == 4 and next_rate({1: 2.0, 2: 3.0}, (1, 2)) == 0.5
     assert next_rate({1: 3.0, 2: 2.0, 4: 2.5}, (1, 2)) is None
     assert next_rate({1: math.inf, 2: math.inf}, (1, 2)) == 0.5  # all have diverged
+    assert next_rate({1e-5: 3.0, 3e-5: 2.0}, (1e-5, 3e-5), factor=3.0) == 9e-5
     with pytest.raises(ValueError, match="finds no best one between others .*: begin with other `rates`"):
         next_rate({2.0**i: math.inf for i in range(-6, 2)}, (1, 2))
 

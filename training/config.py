@@ -289,7 +289,7 @@ def check_schedule(training: AttnResTrainingArguments):
     if decay > left and "num_stable_steps" not in kwargs:
         raise ValueError(
             f"`num_decay_steps: {decay}` of `lr_scheduler_kwargs` is more than the {left} steps that `max_steps:"
-            f" {training.max_steps}` leaves behind the warm-up, and the rate would drop there: lower it."
+            f" {training.max_steps}` leaves after the warm-up, and the rate would drop there: lower it."
         )
 
 

@@ -27,7 +27,7 @@ from ..depth_pipeline import PassThrough
 from ..depth_probe import decoder_layers
 from ..outputs import write_file
 from ..parallel import AttnResPipeline
-from ..parallel.pipeline import ranks_of_stages, spread
+from ..parallel.pipeline import microbatches_needed, ranks_of_stages, spread
 from ..rows import IGNORED_LABEL
 from .finetune import last_whole_checkpoint
 from .optimizer import separate_queries, with_muon
@@ -83,7 +83,13 @@ def check_run(
     if arguments.tp_size > 1:
         check_matrices(model_config, arguments.tp_size)
     num_stages = count_stages(arguments)
-    check_microbatches(arguments, training.gradient_accumulation_steps, num_stages)
+    count = training.gradient_accumulation_steps
+    needed = microbatches_needed(count, arguments.pp_size, num_stages, arguments.schedule)
+    if needed is not None:
+        raise ValueError(
+            f"`gradient_accumulation_steps: {count}` is the number of microbatches, and must be {needed}, with"
+            f" `schedule: {arguments.schedule}`."
+        )
     processes = training.world_size
     inner = arguments.pp_size * arguments.tp_size
     if processes % inner:
@@ -97,22 +103,6 @@ def check_run(
 def count_stages(arguments: "PretrainArguments") -> int:
     stages_per_rank = arguments.stages_per_rank or (1 if arguments.schedule.lower() in ("1f1b", "gpipe") else 2)
     return len(ranks_of_stages(arguments.pp_size, stages_per_rank, arguments.schedule))
-
-
-def check_microbatches(arguments: "PretrainArguments", count: int, num_stages: int):
-    """Raise a `ValueError` for a number of them that the schedule does not take."""
-    schedule = arguments.schedule.lower()
-    rounds = max(1, count // arguments.pp_size)
-    if schedule in ("1f1b", "dualpipev") and count < num_stages:
-        wanted = f"{num_stages} or more, as many as it has stages"
-    elif schedule in ("interleaved1f1b", "interleavedzerobubble") and count % rounds:
-        wanted = f"a multiple of `pp_size: {arguments.pp_size}`"
-    else:
-        return
-    raise ValueError(
-        f"`gradient_accumulation_steps: {count}` are the microbatches of the pipeline, and `schedule:"
-        f" {arguments.schedule}` needs {wanted}."
-    )
 
 
 def check_matrices(config: PreTrainedConfig, tp_size: int):

@@ -19,7 +19,7 @@ from ..rows import IGNORED_LABEL, row_tokenizer
 
 # The key of a row under which it says where the next one begins
 POSITION = "next_position"
-# So many parts of a data set, between whose rows it is looked whether it is the same
+# The rows at the ends of so many parts of a data set tell whether it has changed
 SAMPLED = 64
 
 
@@ -75,7 +75,7 @@ class PackedStream(IterableDataset):
         return {"position": list(position), "place": self._places.get((epoch, number)), "key": self.key}
 
     def forget_before(self, position: tuple[int, int, int]):
-        """Keep no longer what finds earlier documents of a streamed data set again, but for that of the start."""
+        """Drop what finds earlier documents of a streamed data set again. What finds the start again is kept."""
         epoch, number, _ = position
         kept = {self.start[:2]} | {key for key in self._places if key >= (epoch, number)}
         self._places = {key: place for key, place in self._places.items() if key in kept}
@@ -84,12 +84,12 @@ class PackedStream(IterableDataset):
         """Begin where a state was taken.
 
         Raises:
-            ValueError: if the data is no longer the same, of which the rows would be others.
+            ValueError: if the data has changed since, as the rows would no longer be the same.
         """
         before = state.get("key")  # older checkpoints have none
         if before is not None and before != self.key:
             count = None if self.key is None else self.key[0]
-            reason = "some rows are others" if count == before[0] else f"it had {before[0]} rows and has {count}"
+            reason = "some rows differ" if count == before[0] else f"it had {before[0]} rows and has {count}"
             raise ValueError(
                 f"The data to train on has changed since the checkpoint was saved: {reason}. Restore it, or name"
                 " another `output_dir`."
