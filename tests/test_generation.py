@@ -413,6 +413,12 @@ def test_a_slice_is_seen_and_scores_once(input_ids, monkeypatch):
     assert len(actual) == len(expected) == 9
     for of_slice, of_model in zip(actual, expected):
         torch.testing.assert_close(of_slice, of_model)
+    # A source that is left out in a later slice is left out as in the model, and the recorder goes on with the stream
+    in_model, in_slice = (DepthRecorder(masked_source={5: 1}) for _ in range(2))
+    masked = model(input_ids, depth_recorder=in_model).last_hidden_state
+    stream_of_ids = first(input_ids).last_hidden_state
+    torch.testing.assert_close(last(inputs_embeds=stream_of_ids, depth_recorder=in_slice).last_hidden_state, masked)
+    assert sorted(in_slice.weights) == [4, 5, 6, 7, 8] and not in_slice.weights[5][..., 1].any()
     scored = []
     score = attnres.depth_stream.source_scores
     monkeypatch.setattr(

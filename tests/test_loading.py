@@ -239,6 +239,8 @@ def test_heads(auto_class, labels, family, input_ids, tmp_path):
     assert type(model).__name__ == f"AttnRes{auto_class.__name__.removeprefix('AutoModel') or 'Model'}"
     outputs = model(input_ids, output_depth_attentions=True, **labels)
     assert [weights.shape[:2] for weights in outputs.depth_attentions] == [input_ids.shape] * config.num_sites
+    as_tuple = model(input_ids, output_depth_attentions=True, return_dict=False, **labels)
+    assert len(as_tuple[-1]) == config.num_sites and "depth_attentions" not in model(input_ids)
     if labels:
         outputs.loss.backward()
         assert model.model.depth_queries.query.grad.abs().max() > 0

@@ -2,6 +2,7 @@
 """PEFT on AttnRes models: what it adapts if nothing is said, and batches of several adapters."""
 
 import copy
+import pickle
 
 import pytest
 import torch
@@ -155,3 +156,21 @@ def test_a_copy_of_an_adapted_model(is_disabled, input_ids, tmp_path):
         assert torch.equal(copied.unload()(input_ids).logits, adapted.unload()(input_ids).logits)
     with pytest.raises(RuntimeError, match="trained with `attn_res_block_size=3` and this model has 2"):
         PeftModel.from_pretrained(convert(tiny_base_model("llama"), 2), tmp_path)
+
+
+def test_copies_of_what_peft_has_wrapped(input_ids):
+    """Alone, in a list beside what it wraps, and through a file: the same tensors under the same names."""
+    adapted = get_peft_model(convert(tiny_base_model("llama"), 3), lora_config(r=2)).eval()
+    wrapper = adapted.base_model.model.model.depth_queries
+    torch.nn.init.normal_(wrapper.modules_to_save["default"].query)
+    expected = wrapper.state_dict()
+    alone, (in_list, wrapped) = copy.deepcopy(wrapper), copy.deepcopy([wrapper, wrapper.original_module])
+    unpickled = pickle.loads(pickle.dumps(adapted))
+    for copied in (alone, in_list, unpickled.base_model.model.model.depth_queries):
+        assert type(copied) is type(wrapper)
+        assert {name: tensor.tolist() for name, tensor in copied.state_dict().items()} == {
+            name: tensor.tolist() for name, tensor in expected.items()
+        }
+    assert in_list.original_module is wrapped and not hasattr(wrapped, "trained_block_size")
+    with torch.no_grad():
+        assert torch.equal(unpickled(input_ids).logits, adapted(input_ids).logits)
