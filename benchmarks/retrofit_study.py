@@ -39,7 +39,7 @@ from attnres.training.adapters import lora_config, queries_config
 
 
 RESULTS = Path(__file__).parent / "retrofit"
-STEPS, TUNING_STEPS, BATCH, LENGTH = 40, 20, 2, 128
+STEPS, BATCH, LENGTH = 40, 2, 128
 TUNING_WINDOWS, JUDGING_WINDOWS, QUESTIONS, ANSWER_TOKENS = 24, 48, 100, 48
 NUM_BLOCKS, LORA_RANK, QUERY_RATE = 8, 8, 2e-4
 ARMS = {
@@ -93,7 +93,7 @@ def next_run(found: dict[Run, dict[str, Any]]) -> Run | None:
         losses = tuning_losses(found, arm)
         rate = next_rate(losses, GRIDS[arm.removesuffix("_prenorm")], factor=3.0)
         if rate is not None:
-            return Run(arm, TUNING_SEED, TUNING_STEPS, rate)
+            return Run(arm, TUNING_SEED, STEPS, rate)
         rates[arm] = min(losses, key=losses.__getitem__)
     for seed in SEEDS:
         for arm in ARMS:
