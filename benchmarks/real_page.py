@@ -12,6 +12,7 @@ from ..outputs import write_file
 
 
 HERE = Path(__file__).parent
+RESULTS = HERE / "real"
 STYLE = """
 body{font:16px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
 table{border-collapse:collapse;display:block;overflow-x:auto}
@@ -38,10 +39,27 @@ def write_page(folder: Path) -> list[Path]:
     return [folder / "real.md", folder / "real.html"]
 
 
+def docs_page() -> str:
+    """The page of the docs: of the run that was published, and of what was asked in full so far."""
+    found = {
+        name: json.loads((RESULTS / f"{name}.json").read_text())
+        for name in ("real", "humaneval", "questions", "prompts")
+        if (RESULTS / f"{name}.json").exists()
+    }
+    return render(found.pop("real"), "../benchmarks/real/weights.png", "results.md", found)
+
+
 def render(
-    results: dict[str, Any], picture: str = "inspection/weights.png", results_page: str = "docs/results.md"
+    results: dict[str, Any],
+    picture: str = "inspection/weights.png",
+    results_page: str = "docs/results.md",
+    in_full: dict[str, dict[str, Any]] | None = None,
 ) -> str:
-    """The page as Markdown, with the paths of a picture and of another page in it."""
+    """The page as Markdown, with the paths of a picture and of another page in it.
+
+    Args:
+        in_full: `humaneval`, `questions` and `prompts`, as `real_humaneval.py` and `real_full.py` have written them.
+    """
     steps = results["steps"]
     environment = jinja2.Environment(undefined=jinja2.StrictUndefined, keep_trailing_newline=False)
     environment.globals |= {
@@ -64,6 +82,7 @@ def render(
         speed=speed,
         picture=picture,
         results_page=results_page,
+        in_full=in_full or {},
     )
     return "\n".join(line.rstrip() for line in text.splitlines()) + "\n"
 
@@ -72,6 +91,15 @@ def _partings(partings: list[dict[str, Any]]) -> str:
     """Where, by how much the two tokens differ in each model, and how far the models' logits lie apart there."""
     if not partings:
         return "nowhere"
+    if len(partings) > 3:
+        close = [parting for parting in partings if parting["margins"]]
+        text = f"{len(partings)} answers"
+        if close:
+            margin = max(max(map(abs, parting["margins"])) for parting in close)
+            text += f", where logits of the two tokens differ by at most {margin:.1g}, those of the models by up to"
+            text += f" {max(parting['largest_difference'] for parting in close):.1g}"
+        ending = len(partings) - len(close)
+        return text + (f"; {ending} of them end in one model alone" if ending else "")
     return "; ".join(
         f"token {parting['place']}: logits of the two tokens differ by {abs(parting['margins'][0]):.1g} and"
         f" {abs(parting['margins'][1]):.1g}, those of the models by up to {parting['largest_difference']:.1g}"

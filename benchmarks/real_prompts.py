@@ -1,24 +1,19 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Greedy answers of a model and of its conversion to the same prompts, token by token, in every mode of generation.
 
-    python benchmarks/real_prompts.py BASE ATTNRES OUT.json --prompts 100 --tokens 128
-
 Where two answers part, the two candidates are told with their logits in both models: rounding decides between tokens
 whose logits lie as close together as the two models' logits of one token do.
 """
 
-import json
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import torch
-import typer
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig, PreTrainedModel
 
 import attnres  # noqa: F401  (registers the classes)
 from attnres.eval.tasks.installed import human_eval
-from attnres.outputs import write_file
 
 
 CHAT = (
@@ -116,21 +111,3 @@ def compare_answers(base: Path, converted: Path, count: int, tokens: int = 128) 
     results["prompt"] = CHAT[0]
     results["answer"] = tokenizer.decode(plain[0][1], skip_special_tokens=True)
     return results
-
-
-def main(
-    base: Path,
-    converted: Path,
-    output: Path,
-    prompts: Annotated[int, typer.Option(min=1)] = 100,
-    tokens: Annotated[int, typer.Option(min=1)] = 128,
-):
-    """Compare and write what comes out as JSON."""
-    results = compare_answers(base, converted, prompts, tokens)
-    write_file(output, json.dumps(results, indent=1) + "\n")
-    for mode, figures in results["modes"].items():
-        print(f"{mode}: {figures['equal']} of {figures['compared']} equal")
-
-
-if __name__ == "__main__":
-    typer.run(main)

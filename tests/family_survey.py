@@ -52,8 +52,10 @@ def native_model(config, seed: int = 0):
     return model
 
 
-def converted(native, block_size: int):
-    config = AttnResConfig.from_base_config(native.config, block_size=block_size, attn_res_scale_norm_eps=True)
+def converted(native, block_size: int, **fields):
+    config = AttnResConfig.from_base_config(
+        native.config, block_size=block_size, attn_res_scale_norm_eps=True, **fields
+    )
     model = AttnResForCausalLM(config).to(native.dtype).eval()
     missing, unexpected = model.load_state_dict(native.state_dict(), strict=False)
     missing = [name for name in missing if "depth_queries" not in name]

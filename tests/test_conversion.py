@@ -538,8 +538,15 @@ FURTHER_FIELDS = ("quantization_config", "auto_map", "unknown", "num_labels")
 
 
 def wrong_configs(config, values):
+    """Every value for every field; of those for which most succeed, and are verified, four."""
     fields = dict.fromkeys(FURTHER_FIELDS) | config
-    return [(field, value) for field in fields for value in values if fields[field] != value]
+    few = (None, "x", 0, {"x": 1})
+    return [
+        (field, value)
+        for field in fields
+        for value in (few if field in HARMLESS else values)
+        if fields[field] != value
+    ]
 
 
 def check_wrong_config(config, field, value, base, out, text):
@@ -735,7 +742,7 @@ def test_two_at_once(base, tmp_path):
 
 @pytest.mark.slow
 def test_killed_at_any_moment(tmp_path):
-    """SIGKILL at 24 random moments: nothing or everything is there, the source is untouched, and a rerun works."""
+    """SIGKILL at 14 random moments: nothing or everything is there, the source is untouched, and a rerun works."""
     source, destination = tmp_path / "base", tmp_path / "attnres"
     model = tiny_base_model("llama", hidden_size=256, intermediate_size=6144)
     model.save_pretrained(source, max_shard_size="20MB")
@@ -761,12 +768,12 @@ def test_killed_at_any_moment(tmp_path):
         shutil.rmtree(destination)
     generator = random.Random(0)
     outcomes = []
-    for i in range(24):
+    for i in range(14):
         verify_too = i % 10 == 0
         if i % 4 < 2:  # the others find what the last one has left
             shutil.rmtree(tmp_path / ".attnres.unfinished", ignore_errors=True)
         process = start(verify_too)
-        if i == 20:  # however fast the machine is now, once while it writes
+        if i == 12:  # however fast the machine is now, once while it writes
             while not (tmp_path / ".attnres.unfinished").exists():
                 time.sleep(0.001)
         elif i > 0:  # the first one before it begins

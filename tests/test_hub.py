@@ -1,7 +1,6 @@
 # SPDX-License-Identifier: Apache-2.0
 """To the Hub and back through the real client, against a server on the loopback; and model cards."""
 
-import itertools
 import json
 import os
 import shutil
@@ -340,7 +339,7 @@ def test_what_the_hub_refuses(arguments, message, crowded_hub, tmp_path):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     "kind, command",
-    itertools.product(["refused", "unknown host", "no answer"], ["convert", "inspect"]),
+    [("refused", "convert"), ("refused", "inspect"), ("unknown host", "convert"), ("no answer", "inspect")],
 )
 def test_a_wrong_name_without_a_hub(kind, command, crowded_hub, tmp_path):
     """One request tells: the client would try six times, for half a minute."""

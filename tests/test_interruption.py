@@ -193,7 +193,7 @@ def test_random_moments(command, models, tmp_path):
     process = start(tmp_path / "whole", *arguments)
     assert end(process)[0] == 0
     duration = time.perf_counter() - begin
-    for number in range(4):
+    for number in range(3):
         folder = tmp_path / str(number)
         folder.mkdir()
         process = start(folder, *arguments)

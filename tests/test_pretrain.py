@@ -598,8 +598,12 @@ def test_another_layout_goes_on(folder, tmp_path):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("layout", [{"pp_size": 2}, {"per_device_train_batch_size": 2}], ids=["stages", "replicas"])
-def test_killed(folder, tmp_path, layout):
+@pytest.mark.parametrize(
+    "layout, kills",
+    [({"pp_size": 2}, ("all", "one")), ({"per_device_train_batch_size": 2}, ("one",))],
+    ids=["stages", "replicas"],
+)
+def test_killed(folder, tmp_path, layout, kills):
     """SIGKILL behind each of some checkpoints, of all processes or of one: the weights are those of a run without."""
     config = {**fields(folder, tmp_path / "killed", max_steps=60, save_steps=2, save_total_limit=3), **layout}
     history, expected = finished(tmp_path, 2, {**config, "output_dir": str(tmp_path / "whole")})
@@ -608,15 +612,15 @@ def test_killed(folder, tmp_path, layout):
         saved = (tmp_path / "killed").glob("checkpoint-*")
         return max((int(path.name.split("-")[1]) for path in saved), default=0)
 
-    for kill in range(2):
+    for kill in kills:
         before, process = newest(), start(tmp_path, 2, config)
         while newest() == before and process.poll() is None:
             time.sleep(0.005)
         assert process.poll() is None, process.communicate()[0][-3000:]
-        time.sleep(0.1 * kill)
+        time.sleep(0.1 * (kill == "one"))
         torchrun = psutil.Process(process.pid)
         ranks = torchrun.children()  # each in a session of its own
-        for killed in ranks[1:] if kill == 1 else [torchrun, *ranks]:
+        for killed in ranks[1:] if kill == "one" else [torchrun, *ranks]:
             killed.kill()
         process.communicate()
     assert not (tmp_path / "killed" / "final").exists()

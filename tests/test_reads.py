@@ -22,6 +22,7 @@ from attnres.cli import app
 from attnres.cli_convert import convert as convert_command
 from attnres.conversion import convert, revert
 from attnres.depth_attention import depth_attention_reference
+from attnres.depth_pipeline import stack_sources
 from attnres.depth_reads import WEIGHTS, HeadScores, Read, TokenScores, read_by_definition, weights_by_definition
 
 
@@ -315,6 +316,22 @@ def test_slices(fields, input_ids):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("fields", [{"attn_res_num_heads": 4}, {"attn_res_open_block": "each"}], ids=name_of)
+def test_what_crosses_between_stages_is_compiled(fields, input_ids):
+    """As vLLM's stages do, in one graph."""
+    model = randomize(converted(tiny_base_model("llama"), 3, fields)).model
+    model.keep_layers(0, 2)
+
+    def sources(input_ids):
+        return stack_sources(model(input_ids).last_hidden_state)
+
+    with torch.no_grad():
+        compiled = torch.compile(sources, fullgraph=True, backend="eager")(input_ids)
+        # In a graph, reads are not computed in memory that is used again
+        torch.testing.assert_close(compiled, sources(input_ids), rtol=1e-5, atol=1e-5)
+    torch.compiler.reset()
+
+
 def test_masked_sources(input_ids):
     """What a recorder leaves out is as if it were not there; the others' weights are their own if none depends."""
     for fields in SOME:
@@ -355,6 +372,16 @@ def test_files(fields, input_ids, tmp_path):
     assert all(tensor.equal(after.state_dict()[name]) for name, tensor in before.state_dict().items())
     with pytest.raises(ValueError, match="trained queries"):
         revert(tmp_path / "saved", tmp_path / "lost")
+
+
+def test_what_is_random_in_a_conversion_is_the_same_each_time(tmp_path):
+    tiny_base_model("llama").save_pretrained(tmp_path / "base")
+    for name in ("one", "two"):
+        convert(tmp_path / "base", tmp_path / name, query="input", query_rank=2, verify=False)
+    files = [
+        {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")} for name in ("one", "two")
+    ]
+    assert files[0] == files[1]
 
 
 def test_files_of_the_papers_read_are_as_before(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
-from attnres.benchmarks.real_page import render, write_page
+from attnres.benchmarks.real_page import docs_page, render, write_page
 
 
 ROOT = Path(__file__).parents[1]
@@ -21,7 +21,7 @@ def results() -> dict:
 
 def test_the_page_of_the_docs_is_made_from_the_results(results):
     text = (ROOT / "docs/real_model.md").read_text()
-    assert render(results, "../benchmarks/real/weights.png", "results.md") == text
+    assert docs_page() == text
     for folder in ("/home/", "/root/", "/tmp/", "/usr/", "site-packages"):
         assert folder not in text and folder not in json.dumps(results)
 
@@ -44,6 +44,29 @@ def test_every_change_is_seen(results):
         changed = copy.deepcopy(results)
         change(changed["steps"][name])
         assert render(changed) != text, name
+
+
+def test_what_was_asked_in_full(results):
+    """Of the results that lie here and of others, as they might have been."""
+    questions = json.loads((ROOT / "benchmarks/real/questions.json").read_text())
+    for row in questions["sets"]:
+        assert row["num_documents"] > len(row["answered_otherwise"]) and row["choices"] >= 2 * row["num_documents"]
+        # Of sums over an answer's tokens: logits of the two are off by 1e-4
+        assert row["largest_difference"] < 1e-3
+    text = render(results, in_full={"questions": questions})
+    otherwise = copy.deepcopy(questions)
+    otherwise["sets"][0]["answered_otherwise"] = [{"doc_id": 7, "log_likelihoods": [[-1.5, -1.25], [-1.25, -1.5]]}]
+    name = questions["sets"][0]["name"]
+    changed = render(results, in_full={"questions": otherwise})
+    assert f"- {name} 7: log-likelihoods [-1.5, -1.25] and [-1.25, -1.5]." in changed and changed != text
+    parting = {"place": 3, "margins": [0.01, -0.02], "largest_difference": 0.3}
+    ending = {"place": 5, "margins": None}
+    figures = {"compared": 9, "equal": 4, "partings": [parting] * 4 + [ending]}
+    prompts = {"tokens": 128, "modes": {"float32": figures, "bfloat16": figures}}
+    told = (
+        "5 answers, where logits of the two tokens differ by at most 0.02, those of the models by up to 0.3; 1 of them"
+    )
+    assert told in render(results, in_full={"prompts": prompts})
 
 
 def test_of_an_unfinished_run(results, tmp_path):

@@ -133,8 +133,10 @@ def convert(base_model, block_size: int, exact: bool = True, **kwargs) -> AttnRe
 def randomize_queries(model, scale: float = 0.3):
     with torch.no_grad():
         queries = (getattr(model, "model", model)).depth_queries
-        queries.query.normal_(std=scale)
-        queries.key_norm.add_(torch.randn_like(queries.key_norm) * scale)
+        for name, parameter in queries.named_parameters():
+            # Projections see normed inputs: what their rows add up to is about as large as a query
+            of_one = scale / parameter.shape[-1] ** 0.5 if name.startswith("projection") else scale
+            parameter.add_(torch.randn_like(parameter) * of_one)
     return model
 
 

@@ -73,7 +73,7 @@ def make(family: str, folder: Path, options: dict):
     if "qk_rope_head_dim" in settings:
         del settings["head_dim"]  # is that of the part with positions
     base = native_model(decoder_config(family, **settings))
-    model = converted(base, block_size=3)
+    model = converted(base, block_size=3, **options["read"])
     randomize_queries(model.base_model)
     if options["remote_code"]:
         model.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
@@ -93,7 +93,7 @@ def generate(model: str, output: str, mode: str, options: str):
     limits = {"max_model_len": 256, "max_num_seqs": 8, "max_num_batched_tokens": 64, "max_logprobs": -1}
     limits |= {"enable_prefix_caching": True, "enable_chunked_prefill": True}
     options = json.loads(options)
-    remote_code, lora = options.pop("remote_code"), options.pop("lora")
+    remote_code, lora, _ = options.pop("remote_code"), options.pop("lora"), options.pop("read")
     if remote_code or not Path(model).name.startswith("attnres"):
         options |= {"model_impl": "transformers", "trust_remote_code": True}
     if lora:
@@ -143,10 +143,13 @@ def main():
     parser.add_argument("--modes", nargs="+", default=["eager", "compiled"])
     parser.add_argument("--remote-code", action="store_true", help="in place of the plugin")
     parser.add_argument("--lora", action="store_true", help="with a LoRA adapter")
+    parser.add_argument("--read", nargs="+", default=[], metavar="FIELD=VALUE", help="another read: num_heads=4")
     parser.add_argument("--without-base", action="store_true", help="leave out the base itself")
     args = parser.parse_args()
     options = {"tensor_parallel_size": args.tensor_parallel, "pipeline_parallel_size": args.pipeline_parallel}
-    options |= {"remote_code": args.remote_code, "lora": args.lora}
+    read = dict(field.split("=") for field in args.read)
+    read = {f"attn_res_{name}": int(value) if value.isdigit() else value for name, value in read.items()}
+    options |= {"remote_code": args.remote_code, "lora": args.lora, "read": read}
     if args.survey:
         survey(args.survey, args.families or types_for_engines(), options)
         return
