@@ -103,7 +103,8 @@ def compare_answers(base: Path, converted: Path, count: int, tokens: int = 128) 
                 max_new_tokens=tokens, do_sample=False, eos_token_id=models[1].config.eos_token_id
             )
             outputs = models[1].generate_batch([ids[0].tolist() for ids in few], generation_config=config)
-            found = [output.generated_tokens for _, output in sorted(outputs.items())]
+            in_order = sorted(outputs, key=lambda name: int(name.rpartition("_")[2]))  # req_10 behind req_9
+            found = [outputs[name].generated_tokens for name in in_order]
         else:
             options = {"cache_implementation": "static"} if mode == "static cache" else {"assistant_model": models[0]}
             found = [answer(models[1], ids, tokens, **options) for ids in track(few, description=mode)]
