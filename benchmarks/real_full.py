@@ -1,11 +1,11 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """All questions of three benchmarks and a hundred prompts, of which `real.py` asks a part: a model and its conversion.
 
-    python benchmarks/real_full.py questions BASE CONVERTED WORK    # two hours of one core
-    python benchmarks/real_full.py prompts BASE CONVERTED           # half an hour
+    python benchmarks/real_full.py questions BASE CONVERTED WORK    # two and a half hours of one core
+    python benchmarks/real_full.py prompts BASE CONVERTED           # 40 minutes
 
-Both write to `benchmarks/real`, and `real.py page` shows what is there. `questions` goes on from where it was
-interrupted, as `attnres eval` does.
+Both write to `benchmarks/real`, and `real.py publish` puts what is there on the page of the docs. `questions` goes on
+from where it was interrupted, as `attnres eval` does.
 """
 
 import json

@@ -52,6 +52,12 @@ def answer(model: PreTrainedModel, ids: torch.Tensor, tokens: int, **options: An
     return output[0, ids.shape[1] :].tolist()
 
 
+def in_order(outputs: dict[str, Any]) -> list[list[int]]:
+    """The answers of `generate_batch` in the order of their prompts: `req_10` is behind `req_9`."""
+    names = sorted(outputs, key=lambda name: int(name.rpartition("_")[2]))
+    return [outputs[name].generated_tokens for name in names]
+
+
 @torch.no_grad()
 def parting(models: list[PreTrainedModel], ids: torch.Tensor, pair: list[list[int]]) -> dict[str, Any] | None:
     """Where two answers part and how close the two tokens are there, in each model; `None` if they do not."""
@@ -103,8 +109,7 @@ def compare_answers(base: Path, converted: Path, count: int, tokens: int = 128) 
                 max_new_tokens=tokens, do_sample=False, eos_token_id=models[1].config.eos_token_id
             )
             outputs = models[1].generate_batch([ids[0].tolist() for ids in few], generation_config=config)
-            in_order = sorted(outputs, key=lambda name: int(name.rpartition("_")[2]))  # req_10 behind req_9
-            found = [outputs[name].generated_tokens for name in in_order]
+            found = in_order(outputs)
         else:
             options = {"cache_implementation": "static"} if mode == "static cache" else {"assistant_model": models[0]}
             found = [answer(models[1], ids, tokens, **options) for ids in track(few, description=mode)]

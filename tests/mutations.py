@@ -157,6 +157,7 @@ MUTATIONS = [
     ("modeling_attnres.py", "    forward = with_depth_attentions(GenericForSequenceClassification.forward)", "    pass", ("tests/test_loading.py",)),
     ("base_classes.py", " and not args and not kwargs", "", STREAM),
     ("depth_stream.py", "masked is not None and (len(self.sources) == 1 or not 0 <= masked < len(self.sources))", "False", STREAM),
+    ("depth_reads.py", "return (() if self.partial is None else (self.partial,)) + self.outputs", "return *super().open_tensors, *self.outputs", READS),
 ]  # fmt: skip
 
 

@@ -4,11 +4,14 @@
 import copy
 import json
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from markdown_it import MarkdownIt
 
+from attnres.benchmarks.real_full import differences
 from attnres.benchmarks.real_page import docs_page, render, write_page
+from attnres.benchmarks.real_prompts import in_order
 
 
 ROOT = Path(__file__).parents[1]
@@ -67,6 +70,31 @@ def test_what_was_asked_in_full(results):
         "5 answers, where logits of the two tokens differ by at most 0.02, those of the models by up to 0.3; 1 of them"
     )
     assert told in render(results, in_full={"prompts": prompts})
+
+
+def test_how_far_two_models_are_apart(tmp_path):
+    """From what an evaluation of both leaves."""
+    names = ("base", "attnres")
+    (tmp_path / "results.json").write_text(json.dumps({"models": [{"name": name} for name in names]}))
+    answers = {"base": [[-1.0, -2.0], [-3.0, -3.5]], "attnres": [[-1.25, -2.0], [-3.5, -3.0]]}
+    for name in names:
+        (tmp_path / "models" / f"{name}-0123").mkdir(parents=True)
+        samples = [
+            {"doc_id": number, "resps": [[[str(value), "False"]] for value in both], "score": float(both[0] > both[1])}
+            for number, both in enumerate(answers[name])
+        ]
+        lines = "".join(json.dumps(sample) + "\n" for sample in samples)
+        (tmp_path / "models" / f"{name}-0123" / "set.jsonl").write_text(lines)
+    assert differences(tmp_path) == {
+        "choices": 4,
+        "largest_difference": 0.5,
+        "answered_otherwise": [{"doc_id": 1, "log_likelihoods": [[-3.0, -3.5], [-3.5, -3.0]]}],
+    }
+
+
+def test_answers_of_generate_batch_are_those_of_their_prompts():
+    outputs = {f"req_{number}": SimpleNamespace(generated_tokens=[number]) for number in (10, 2, 0, 11, 9)}
+    assert in_order(outputs) == [[0], [2], [9], [10], [11]]
 
 
 def test_of_an_unfinished_run(results, tmp_path):
