@@ -96,8 +96,8 @@ def _partings(partings: list[dict[str, Any]]) -> str:
         text = f"{len(partings)} answers"
         if close:
             margin = max(max(map(abs, parting["margins"])) for parting in close)
-            text += f", where logits of the two tokens differ by at most {margin:.1g}, those of the models by up to"
-            text += f" {max(parting['largest_difference'] for parting in close):.1g}"
+            text += f", where logits of the two tokens differ by at most {margin:.2g}, those of the models by up to"
+            text += f" {max(parting['largest_difference'] for parting in close):.2g}"
         ending = len(partings) - len(close)
         return text + (f"; {ending} of them end in one model alone" if ending else "")
     return "; ".join(
