@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """All questions of three benchmarks and a hundred prompts, of which `real.py` asks a part: a model and its conversion.
 
-    python benchmarks/real_full.py questions BASE CONVERTED WORK    # two and a half hours of one core
+    python benchmarks/real_full.py questions BASE CONVERTED WORK    # four hours of one core; --set for one of them
     python benchmarks/real_full.py prompts BASE CONVERTED           # 40 minutes
 
 Both write to `benchmarks/real`, and `real.py publish` puts what is there on the page of the docs. `questions` goes on
@@ -59,21 +59,34 @@ def figures(folder: Path) -> dict[str, Any]:
 
 
 @app.command()
-def questions(base: Path, converted: Path, work: Path, batch_size: int = 8):
+def questions(
+    base: Path,
+    converted: Path,
+    work: Path,
+    sets: Annotated[list[str], typer.Option("--set", help="Of these benchmarks; others keep their figures.")] = list(
+        SETS
+    ),
+    batch_size: int = 8,
+):
     """Evaluate both on every question, one set after the other."""
-    results: dict[str, Any] = {
-        "command": "python benchmarks/real_full.py questions BASE CONVERTED WORK",
-        "machine": machine("cpu"),
-        "sets": [],
-    }
-    for name in SETS:
+    path = RESULTS / "questions.json"
+    found = {row["name"]: row for row in json.loads(path.read_text())["sets"]} if path.exists() else {}
+    for name in sets:
+        if name not in SETS:
+            raise typer.BadParameter(f"--set is {name!r}, and the sets are {', '.join(SETS)}.")
+    for name in sets:
         folder = work / name
         options = ["--tasks", f"attnres_offline_{name}", "--batch-size", str(batch_size), "--dtype", "float32"]
         command = [str(Path(sys.executable).with_name("attnres")), "eval", str(base), str(converted), *options]
         subprocess.run([*command, "-o", str(folder)], check=True)
-        results["sets"].append({"name": name, **figures(folder)})
-        write_file(RESULTS / "questions.json", json.dumps(results, indent=1) + "\n")
-    print(f"Wrote {RESULTS / 'questions.json'}")
+        found[name] = {
+            "name": name,
+            "command": f"python benchmarks/real_full.py questions BASE CONVERTED WORK --set {name}",
+            "machine": machine("cpu"),
+            **figures(folder),
+        }
+        write_file(path, json.dumps({"sets": [found[name] for name in SETS if name in found]}, indent=1) + "\n")
+    print(f"Wrote {path}")
 
 
 @app.command()
