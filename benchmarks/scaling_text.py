@@ -2,11 +2,12 @@
 """The text of our scaling ladder: sources of installed packages, held out by file, and a tokenizer.
 
 python benchmarks/scaling_text.py scaling-work
-cd scaling-work && attnres scaling run ../benchmarks/scaling/ladder.yaml -o ../benchmarks/scaling
+cd scaling-work && attnres scaling run ../benchmarks/scaling/ladder.yaml -o ../benchmarks/scaling/results
 """
 
 import hashlib
 import json
+import random
 import zlib
 from importlib import metadata
 from pathlib import Path
@@ -21,12 +22,25 @@ from attnres.outputs import write_file
 
 PACKAGES = ("networkx", "numpy", "pandas", "scipy", "sympy")
 VOCAB_SIZE = 1024
+# A row of the ladder has about 350. Rows come one behind another from a document, so of a file of half a megabyte the
+# smallest model would see little else
+PIECE = 1000
 RESULTS = Path(__file__).parent / "scaling"
 
 
 def split_of(name: str) -> str:
     """By the name of a file alone: a fortieth to tune on, and as many to judge on."""
     return {0: "eval", 1: "tuning"}.get(zlib.crc32(name.encode()) % 40, "train")
+
+
+def pieces(text: str) -> list[str]:
+    """Whole lines, together no longer than a piece if a line is not."""
+    found = [""]
+    for line in text.splitlines(keepends=True):
+        if found[-1] and len(found[-1]) + len(line) > PIECE:
+            found.append("")
+        found[-1] += line
+    return found
 
 
 def main(folder: Annotated[Path, typer.Argument(help="For the text and the tokenizer.")]):
@@ -44,9 +58,12 @@ def main(folder: Annotated[Path, typer.Argument(help="For the text and the token
     tokenizer.save_pretrained(folder / "tokenizer")
     manifest = {"packages": {name: metadata.version(name) for name in PACKAGES}, "sha256": hashed.hexdigest()}
     for split, contents in texts.items():
+        files = len(contents)
+        contents = [piece for content in contents for piece in pieces(content)]
+        random.Random(0).shuffle(contents)
         write_file(folder / f"{split}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in contents))
         tokens = sum(len(ids) for ids in tokenizer(contents).input_ids)
-        manifest[split] = {"files": len(contents), "tokens": tokens}
+        manifest[split] = {"files": files, "pieces": len(contents), "tokens": tokens}
     kept = RESULTS / "text.json"
     if kept.exists() and json.loads(kept.read_text()) != manifest:
         raise typer.BadParameter(f"The text is not that of {kept}: use the versions of constraints.txt.")
