@@ -72,6 +72,29 @@ def carry_streams(model: PreTrainedModel):
     stage.communicate = communicate_stream
 
 
+def rules_of_stage(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
+    """The rules of a plan that are for what this stage of `DistributedConfig(pp_size=...)` keeps.
+
+    transformers 5.23 expands plans for the whole model, then drops the layers of other stages, and does not find them
+    when it applies the plan (a `KeyError`, for every model).
+
+    Args:
+        model: with all its layers.
+        plan: by the name of a module or a parameter.
+    """
+    from transformers.distributed.pipeline_parallel import PipelineStage  # that transformers 5.19 does not have
+
+    stage = PipelineStage(model._mesh_manager.get_mesh("pp"))
+    head_needs_embedding = stage.pp_is_last_stage and getattr(model.config, "tie_word_embeddings", False)
+
+    def is_kept(name: str) -> bool:
+        key = f"{name}."  # that of a module is the beginning of its parameters'
+        owner = stage.find_rank_for_key(key, model.config.num_hidden_layers, model.base_model_prefix)
+        return owner in (None, stage.pp_rank) or (head_needs_embedding and ".embed_tokens." in key)
+
+    return {name: rule for name, rule in plan.items() if is_kept(name)}
+
+
 class PassThrough(nn.Module):
     """Takes the place of a layer that a slice leaves out.
 

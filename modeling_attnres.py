@@ -33,7 +33,7 @@ from .base_config import base_config_class
 from .configuration_attnres import AttnResConfig
 from .depth_backends import get_backend
 from .depth_forward import HANDED, with_depth_attentions
-from .depth_pipeline import AttnResSliceMixin, carry_streams
+from .depth_pipeline import AttnResSliceMixin, carry_streams, rules_of_stage
 from .depth_probe import decoder_layers
 from .depth_queries import AttnResDepthQueries, fold_queries
 from .depth_stream import DepthRecorder, DepthStream, checkpoint_stream
@@ -105,6 +105,12 @@ class AttnResPreTrainedModel(AttnResSavingMixin, PreTrainedModel):
         if hasattr(model, "_pp_stage"):
             carry_streams(model)
         return model
+
+    def _resolve_parallel_plans(self, distributed_config):
+        plans = super()._resolve_parallel_plans(distributed_config)
+        if distributed_config.pp_size == 1:
+            return plans
+        return tuple(rules_of_stage(self, plan) for plan in plans)
 
     @property
     def trunk(self) -> PreTrainedModel:
