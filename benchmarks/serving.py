@@ -61,7 +61,7 @@ OPTIONS = {
         "--cb-max-batch-tokens",
         "512",
     ],
-    "vllm": ["--max-model-len", "2048", "--max-num-seqs", "64"],
+    "vllm": ["--max-model-len", "2048", "--max-num-seqs", "64", "--gpu-memory-utilization", "0.4"],
 }
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
