@@ -50,7 +50,7 @@ SENTENCES = (
     "In 1969 two people walked on the Moon. One of them was",
     "A recipe for bread: take flour, water, salt and yeast. First",
 )
-# The servers' own limits of memory. On a CPU both would take most of what there is
+# The servers' own limits of memory. On a CPU both would take most of what there is. vLLM would cast fp32 to bf16
 OPTIONS = {
     "transformers": [
         "--continuous-batching",
@@ -61,7 +61,16 @@ OPTIONS = {
         "--cb-max-batch-tokens",
         "512",
     ],
-    "vllm": ["--max-model-len", "2048", "--max-num-seqs", "64", "--gpu-memory-utilization", "0.4"],
+    "vllm": [
+        "--max-model-len",
+        "2048",
+        "--max-num-seqs",
+        "64",
+        "--gpu-memory-utilization",
+        "0.4",
+        "--dtype",
+        "float32",
+    ],
 }
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -300,7 +309,7 @@ def kill_and_restart(model: str, engine: str, options: list[str], results: Path,
     """What clients are told when the server is killed in the middle, and whether a new one answers."""
     with Server(model, engine, options, results / f"{engine}.log") as server:
         requests = [request for request in make_requests(number) if request.kind == "answer"]
-        threading.Timer(5, lambda: server.end(signal.SIGKILL)).start()
+        threading.Timer(2, lambda: server.end(signal.SIGKILL)).start()
         asyncio.run(send_all(server.url, model, requests))
     lost = [request.number for request in requests if request.text is None]
     with Server(model, engine, options, results / f"{engine}.log") as server:

@@ -3,7 +3,9 @@
 
 import copy
 import json
+import re
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
@@ -241,3 +243,28 @@ def test_command(tmp_path, run_attnres, capsys):
     ):
         assert run_attnres("plan", tmp_path / "attnres", *wrong) in (1, 2)
         assert message in " ".join(capsys.readouterr().err.split())
+
+
+@pytest.mark.slow
+def test_the_table_of_the_page(tmp_path, run_attnres, capsys):
+    """The command of docs/how_to/pipelines.md prints what stands below it, for a model of Qwen3-0.6B's sizes."""
+    page = (Path(__file__).parents[1] / "docs/how_to/pipelines.md").read_text()
+    command, table = re.search(r"```bash\nattnres (plan Qwen.*?)\n```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
+    Qwen3Config(
+        vocab_size=151936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_hidden_layers=28,
+        num_attention_heads=16,
+        num_key_value_heads=8,
+        head_dim=128,
+        max_position_embeddings=40960,
+        tie_word_embeddings=True,
+        architectures=["Qwen3ForCausalLM"],
+    ).save_pretrained(tmp_path / "qwen3")
+    arguments = command.replace("Qwen/Qwen3-0.6B", str(tmp_path / "qwen3")).split()
+    assert run_attnres(*arguments) == 0
+    printed = capsys.readouterr().out
+    for line in table.splitlines()[1:]:
+        label, figure = re.split(r"  +", line.strip())
+        assert re.search(rf"{re.escape(label)} +{re.escape(figure)}", printed), f"{line}\n{printed}"
