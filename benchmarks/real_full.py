@@ -63,18 +63,18 @@ def questions(
     base: Path,
     converted: Path,
     work: Path,
-    sets: Annotated[list[str], typer.Option("--set", help="Of these benchmarks; others keep their figures.")] = list(
-        SETS
-    ),
+    sets: Annotated[
+        list[str] | None, typer.Option("--set", help="Of this one, and others keep their figures. [default: all]")
+    ] = None,
     batch_size: int = 8,
 ):
     """Evaluate both on every question, one set after the other."""
     path = RESULTS / "questions.json"
     found = {row["name"]: row for row in json.loads(path.read_text())["sets"]} if path.exists() else {}
-    for name in sets:
+    for name in sets or ():
         if name not in SETS:
             raise typer.BadParameter(f"--set is {name!r}, and the sets are {', '.join(SETS)}.")
-    for name in sets:
+    for name in sets or SETS:
         folder = work / name
         options = ["--tasks", f"attnres_offline_{name}", "--batch-size", str(batch_size), "--dtype", "float32"]
         command = [str(Path(sys.executable).with_name("attnres")), "eval", str(base), str(converted), *options]
