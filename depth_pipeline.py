@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,6 +71,43 @@ def carry_streams(model: PreTrainedModel):
         return stream_of_sources(trunk, sources, entry_site)
 
     stage.communicate = communicate_stream
+    forward = model.forward
+
+    @functools.wraps(forward)
+    def checked_forward(*args, **kwargs):  # in every stage, in front of what is sent
+        check_cache(model, args, kwargs)
+        return forward(*args, **kwargs)
+
+    model.forward = checked_forward
+
+
+def check_cache(model: nn.Module, args: tuple, kwargs: dict):
+    """Raise a `ValueError` for a cache with which a model without its first layers would be wrong in silence.
+
+    Decoders make masks and positions from the number of tokens in the cache of layer 0. Where another stage has that
+    layer, it is always 0.
+    """
+    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
+    if cache is None:
+        return
+    inputs = args[0] if args else kwargs.get("input_ids")
+    num_tokens = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[1]
+    is_filled = any(getattr(layer, "keys", None) is not None for layer in cache.layers)
+    if cache.is_compileable:
+        reason = "a static cache"
+    elif mask is not None and not (isinstance(mask, torch.Tensor) and mask.ndim == 2 and mask.all()):
+        reason = "a cache with padding, or with a mask of your own"
+    elif is_filled and num_tokens > 1:
+        reason = f"a filled cache with {num_tokens} tokens at once"
+    elif is_filled and kwargs.get("position_ids") is None:
+        reason = "a filled cache without `position_ids`"
+    else:
+        return
+    raise ValueError(
+        f"Stages of a model cannot be given {reason}: they make masks and positions from the cache of layer 0, which"
+        " only the first stage fills. Pass use_cache=False, or prompts of one length with a dynamic cache, read whole"
+        " and then token by token."
+    )
 
 
 def rules_of_stage(model: PreTrainedModel, plan: dict[str, str]) -> dict[str, str]:
@@ -146,6 +184,8 @@ class AttnResSliceMixin:
         for i, of_layer in enumerate(probe.probed):
             if not start <= i < end:
                 layers[i] = (SliceEnd if i == end else PassThrough)(layers[i], of_layer.num_values)
+        if start > 0:
+            self.register_forward_pre_hook(check_cache, with_kwargs=True)
         if end < len(layers):
             present = {name for name, _ in self.named_modules()}  # a model with a head may have no pooler
             for name in present & (probe.behind - probe.in_front):

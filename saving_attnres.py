@@ -19,7 +19,16 @@ class AttnResSavingMixin:
     """Saving and pushing with the code of the model, and adapters that are checked as they are loaded."""
 
     def save_pretrained(self, *args, **kwargs):
-        """As in transformers. A model from a folder that carries its code is saved with the code."""
+        """As in transformers. A model from a folder that carries its code is saved with the code.
+
+        Raises:
+            ValueError: for a stage of `DistributedConfig(pp_size=...)`, which has a part of the weights.
+        """
+        if hasattr(self, "_pp_stage"):
+            raise ValueError(
+                "A stage of `pp_size` processes has a part of the layers, and the files would hold no others. Load the"
+                " model without `pp_size` to save it."
+            )
         # A merged adapter leaves a buffer with its block size, which the config of a model states already
         self._keys_to_ignore_on_save |= {
             name for name, _ in self.named_buffers() if name.endswith("depth_queries.trained_block_size")

@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """All questions of three benchmarks and a hundred prompts, of which `real.py` asks a part: a model and its conversion.
 
-    python benchmarks/real_full.py questions BASE CONVERTED WORK    # four hours of one core; --set for one of them
+    python benchmarks/real_full.py questions BASE CONVERTED WORK    # hours of one core; --set logiqa alone: 40 minutes
     python benchmarks/real_full.py prompts BASE CONVERTED           # 40 minutes
 
 Both write to `benchmarks/real`, and `real.py publish` puts what is there on the page of the docs. `questions` goes on

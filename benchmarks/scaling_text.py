@@ -22,9 +22,9 @@ from attnres.outputs import write_file
 
 PACKAGES = ("networkx", "numpy", "pandas", "scipy", "sympy")
 VOCAB_SIZE = 1024
-# A row of the ladder has about 350. Rows come one behind another from a document, so of a file of half a megabyte the
-# smallest model would see little else
-PIECE = 1000
+# Characters; a row of the ladder has about 320. Rows follow each other from one document, so of a file of half a
+# megabyte the smallest model would see little else
+PIECE_LENGTH = 1000
 RESULTS = Path(__file__).parent / "scaling"
 
 
@@ -34,10 +34,10 @@ def split_of(name: str) -> str:
 
 
 def pieces(text: str) -> list[str]:
-    """Whole lines, together no longer than a piece if a line is not."""
+    """The text cut between lines. A piece is longer than `PIECE_LENGTH` only if it is a single line."""
     found = [""]
     for line in text.splitlines(keepends=True):
-        if found[-1] and len(found[-1]) + len(line) > PIECE:
+        if found[-1] and len(found[-1]) + len(line) > PIECE_LENGTH:
             found.append("")
         found[-1] += line
     return found

@@ -377,6 +377,49 @@ def test_pipeline_stages(family, input_ids):
         stages[1](input_ids)
 
 
+def test_caches_of_a_slice(input_ids):
+    """Right as `generate` uses them, and refused where positions or masks would be those of an empty cache."""
+    model = randomize_queries(convert(tiny_base_model("llama"), 3)).model
+    slices = [copy.deepcopy(model) for _ in range(2)]
+    slices[0].keep_layers(0, 2)
+    slices[1].keep_layers(2, 4)
+    length = input_ids.shape[1]
+
+    def run(caches, start, end, **kwargs):
+        kwargs |= {"attention_mask": torch.ones(len(input_ids), end)}
+        ids, given = input_ids[:, start:end], [{"past_key_values": cache, **kwargs} for cache in caches]
+        stream = slices[0](ids, **given[0]).last_hidden_state
+        sent = slices[1].start_stream(stream.blocks, stream.partial, stream.site)
+        return slices[1](inputs_embeds=sent, **given[1]).last_hidden_state
+
+    def positions(start, end):
+        return torch.arange(start, end)[None]
+
+    with torch.no_grad():
+        expected = UpToRounding(lambda: model(input_ids).last_hidden_state[:, -1:], model=model)
+        caches = DynamicCache(), DynamicCache()
+        run(caches, 0, length - 1)
+        expected.check(run(caches, length - 1, length, position_ids=positions(length - 1, length)))
+        for message, cached, kwargs in (
+            ("a filled cache with 2 tokens at once", length - 2, {"position_ids": positions(length - 2, length)}),
+            ("a filled cache without `position_ids`", length - 1, {}),
+        ):
+            caches = DynamicCache(), DynamicCache()
+            run(caches, 0, cached)
+            with pytest.raises(ValueError, match=message):
+                run(caches, cached, length, **kwargs)
+        static = StaticCache(config=model.config, max_cache_len=length)
+        for cache, mask, message in (
+            (static, torch.ones_like(input_ids), "a static cache"),
+            (DynamicCache(), torch.ones_like(input_ids).index_fill(1, torch.tensor([0]), 0), "a cache with padding"),
+            (DynamicCache(), torch.zeros(1, 1, length, length), "a mask of your own"),
+        ):
+            stream = slices[0](input_ids).last_hidden_state
+            sent = slices[1].start_stream(stream.blocks, stream.partial, stream.site)
+            with pytest.raises(ValueError, match=message):
+                slices[1](inputs_embeds=sent, attention_mask=mask, past_key_values=cache)
+
+
 def test_parts_that_do_not_fit_the_site(input_ids):
     """Memory of a block that is missing would be read as if it were there."""
     model = randomize_queries(convert(tiny_base_model("llama"), 3)).model

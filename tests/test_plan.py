@@ -16,6 +16,7 @@ from torch.distributed.pipelining.schedules import ScheduleInterleaved1F1B
 from transformers import Qwen3Config
 
 from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.benchmarks.twin import SHAPES
 from attnres.depth_attention import BlockCache
 from attnres.parallel import Layout, plan
 from attnres.parallel.plan import activation_bytes, in_flight, parameters
@@ -250,18 +251,7 @@ def test_the_table_of_the_page(tmp_path, run_attnres, capsys):
     """The command of docs/how_to/pipelines.md prints what stands below it, for a model of Qwen3-0.6B's sizes."""
     page = (Path(__file__).parents[1] / "docs/how_to/pipelines.md").read_text()
     command, table = re.search(r"```bash\nattnres (plan Qwen.*?)\n```\n\n```text\n(.*?)```", page, re.DOTALL).groups()
-    Qwen3Config(
-        vocab_size=151936,
-        hidden_size=1024,
-        intermediate_size=3072,
-        num_hidden_layers=28,
-        num_attention_heads=16,
-        num_key_value_heads=8,
-        head_dim=128,
-        max_position_embeddings=40960,
-        tie_word_embeddings=True,
-        architectures=["Qwen3ForCausalLM"],
-    ).save_pretrained(tmp_path / "qwen3")
+    SHAPES["qwen3-0.6b"].save_pretrained(tmp_path / "qwen3")
     arguments = command.replace("Qwen/Qwen3-0.6B", str(tmp_path / "qwen3")).split()
     assert run_attnres(*arguments) == 0
     printed = capsys.readouterr().out

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import yaml
 
+from attnres.benchmarks.scaling_text import PIECE_LENGTH, pieces
 from attnres.benchmarks.sweep import next_rate
 from attnres.conversion.parity import read_sample
 from attnres.demo import train_tokenizer
@@ -76,6 +77,15 @@ def test_a_law_is_found_again():
     # By the paper's two laws, 1.25 times the compute at 5.6 PFLOP/s-days
     assert advantage((1.891, 0.057), (1.870, 0.058), 5.6) == pytest.approx(1.25, abs=0.01)
     assert advantage((1.891, 0.057), (1.870, 0.058), 5.6, time=1.1) == pytest.approx(1.25 / 1.1, abs=0.01)
+
+
+def test_pieces_of_a_text():
+    """Nothing is lost, and no file is longer in a row than a piece, but for a line that is."""
+    lines = ["import os\n", "\n", "x" * (PIECE_LENGTH + 5) + "\n", *("    return 1\r\n",) * 300, "last"]
+    found = pieces("".join(lines))
+    assert "".join(found) == "".join(lines) and len(found) > 4
+    assert [len(piece) for piece in found if len(piece) > PIECE_LENGTH] == [PIECE_LENGTH + 6]
+    assert pieces("one line") == ["one line"]
 
 
 def test_a_sweep_goes_on_beyond_its_ends():

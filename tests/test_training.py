@@ -266,6 +266,23 @@ def _pipeline_stages(rank, path, base_path, tp_size=1):
             expected, logits = expected_of(prompt).logits, model(prompt).logits
             torch.testing.assert_close(logits, expected, rtol=1e-4, atol=1e-5)
             assert model.generate(prompt, **options).equal(expected_of.generate(prompt, **options))
+            assert model.generate(prompt, num_beams=3, **options).equal(
+                expected_of.generate(prompt, num_beams=3, **options)
+            )
+    # `model` is the AttnRes one. transformers' own stages compute something else with these, in silence
+    padded = torch.ones_like(prompt).index_fill(1, torch.arange(3), 0)
+    for given, message in (
+        ({"attention_mask": padded}, "padding"),
+        ({"cache_implementation": "static"}, "a static cache"),
+        ({"prefill_chunk_size": 4}, "4 tokens at once"),
+    ):
+        with pytest.raises(ValueError, match=f"cannot be given .*{message}"):
+            model.generate(prompt, **options, **given)
+    with pytest.raises(ValueError, match="a part of the layers"):
+        model.save_pretrained(f"{path}-saved")
+    assert not Path(f"{path}-saved").exists()
+    without = {"attention_mask": padded, "use_cache": False, **options}
+    assert model.generate(prompt, **without).equal(plain.generate(prompt, **without))
 
 
 # With every change `test_pipeline_stages` in test_generation.py, which needs no processes
@@ -316,5 +333,6 @@ def test_four_processes(tmp_path):
         for saved, folder in zip((randomize_queries(convert(base, 3)), base), folders[-1]):
             saved.save_pretrained(folder, max_shard_size="50kB")
             assert len(list(Path(folder).glob("*.safetensors"))) > 1
+    (llama, _), (moe, _), _ = folders
     on_processes(4, _pipeline_stages, *[[*pair, 2] for pair in folders])
-    on_processes(4, _sharded_generation, *[[path, *sizes] for path, _ in folders for sizes in ((2, 2), (4, 1))])
+    on_processes(4, _sharded_generation, (llama, 4, 1), (moe, 2, 2))
