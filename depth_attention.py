@@ -359,7 +359,10 @@ def merge_partial(
         `[..., hidden]`, of the dtype of `mix`.
     """
     wide_partial = partial if partial.dtype == mix.dtype else partial.to(mix.dtype)
-    score = wide_partial @ query.unsqueeze(-1)
+    if torch.compiler.is_compiling():  # which fuses this with all around it, where a matrix product stands alone
+        score = (wide_partial * query).sum(-1, keepdim=True)
+    else:
+        score = wide_partial @ query.unsqueeze(-1)
     alpha = torch.addcdiv(negative_lse, score, key_length(wide_partial, shift)).sigmoid_()
     return torch.lerp(mix, wide_partial, alpha)
 

@@ -72,6 +72,7 @@ OPTIONS = {
         "float32",
     ],
 }
+ANSWER = "tokens per second: "
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -258,7 +259,7 @@ def run(
     engine: Annotated[str, typer.Option(help="transformers or vllm.")] = "transformers",
     requests: Annotated[int, typer.Option(help="At once.")] = 200,
     rounds: Annotated[int, typer.Option(help="Of each model, alternating.")] = 3,
-    minutes: Annotated[float, typer.Option(help="Of load for the memory of the AttnRes model.")] = 0,
+    minutes: Annotated[float, typer.Option(help="Of further load for the memory, each model.")] = 0,
     results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
     limits: Annotated[str | None, typer.Option(help="Options of the server in place of ours.")] = None,
 ):
@@ -279,7 +280,7 @@ def run(
                 asyncio.run(send_all(server.url, path, warm_up))
                 sent = make_requests(requests)
                 figures = load(server, sent)
-                if name == "attnres" and number == 0 and minutes:
+                if number == 0 and minutes:
                     figures["memory_over_time"] = over_time(server, minutes)
                 figures["seconds_to_end"] = server.end()
             found["rounds"][name].append(figures)
@@ -328,40 +329,70 @@ def kill_and_restart(model: str, engine: str, options: list[str], results: Path,
 def throughput(
     model: Annotated[str, typer.Argument(help="Folder of an AttnRes checkpoint.")],
     base: Annotated[str, typer.Argument(help="Folder of its base.")],
-    rounds: Annotated[int, typer.Option(help="Of each model, alternating, in a process of its own.")] = 2,
+    pairs: Annotated[int, typer.Option(help="Of measurements, one of each model by turns.")] = 9,
     tokens: Annotated[int, typer.Option(help="Of each answer.")] = 48,
+    dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
+    base_code: Annotated[str, typer.Option(help="vLLM's own of the base, or `transformers`, as for AttnRes.")] = "auto",
     results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
 ):
-    """Tokens per second of vLLM with 1, 8 and 32 requests at once, without a server around it."""
-    found: dict = {"tokens": tokens, "machine": machine("cpu"), "rounds": {"attnres": [], "base": []}}
-    for _ in range(rounds):
-        for name, path in (("attnres", model), ("base", base)):
-            command = [sys.executable, __file__, "tokens-per-second", path, str(tokens)]
-            run = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True)
-            # vLLM's processes print as well, also when they end
-            (printed,) = [line for line in run.stdout.splitlines() if line.startswith('{"1"')]
-            found["rounds"][name].append(json.loads(printed))
-            console.print(f"{name}: {found['rounds'][name][-1]}", highlight=False)
-    write_file(results / "throughput.json", json.dumps(found, indent=1) + "\n")
+    """Tokens per second of vLLM with 1, 8 and 32 requests at once, without a server around it.
+
+    Both engines are loaded, each in a process of its own, and take turns.
+    """
+    paths = {"attnres": model, "base": base}
+    found: dict = {"tokens": tokens, "dtype": dtype, "base_code": base_code, "machine": machine("cpu")}
+    found |= {"speeds": {}, "ratios": {}}
+    engines = {}
+    try:
+        for name, path in paths.items():
+            code = base_code if name == "base" else "auto"
+            command = [sys.executable, __file__, "tokens-per-second", path, str(tokens), dtype, code]
+            engines[name] = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+            answer_of(engines[name])
+            console.print(f"{name} is loaded", highlight=False)
+        for number in (1, 8, 32):
+            speeds: dict[str, list[float]] = {name: [] for name in paths}
+            for _ in range(1 + pairs):
+                for name, engine in engines.items():
+                    engine.stdin.write(f"{number}\n")
+                    engine.stdin.flush()
+                    speeds[name].append(answer_of(engine))
+            speeds = {name: of_model[1:] for name, of_model in speeds.items()}  # without those of warm-up
+            ratios = [ours / of_base for ours, of_base in zip(speeds["attnres"], speeds["base"])]
+            found["speeds"][number] = speeds
+            found["ratios"][number] = statistics.quantiles(ratios, method="inclusive")
+            console.print(f"{number}: {found['ratios'][number]} of the base's tokens per second", highlight=False)
+    finally:
+        for engine in engines.values():
+            engine.stdin.close()
+            engine.wait()
+    name = "_".join(["throughput", *[dtype] * (dtype != "float32"), *[f"base_{base_code}"] * (base_code != "auto")])
+    write_file(results / f"{name}.json", json.dumps(found, indent=1) + "\n")
+
+
+def answer_of(engine: subprocess.Popen) -> float:
+    """The next number that it prints; vLLM's processes print as well."""
+    for line in engine.stdout:  # type: ignore[union-attr]
+        if line.startswith(ANSWER):
+            return float(line.removeprefix(ANSWER))
+    raise RuntimeError(f"{' '.join(map(str, engine.args))} ended: see above.")  # type: ignore[arg-type]
 
 
 @app.command(hidden=True)
-def tokens_per_second(model: str, tokens: int):
-    """By the number of requests, the fastest of three times; a line of the output is JSON."""
+def tokens_per_second(model: str, tokens: int, dtype: str, code: str):
+    """For every number of requests that comes in, a line with the tokens per second."""
     from vllm import LLM, SamplingParams
 
-    engine = LLM(model, dtype="float32", max_model_len=512, max_num_seqs=32)
+    limits = {"max_model_len": 512, "max_num_seqs": 32, "gpu_memory_utilization": 0.3}
+    engine = LLM(model, dtype=dtype, model_impl=code, **limits)
     params = SamplingParams(temperature=0, max_tokens=tokens, ignore_eos=True)
-    speeds = {}
-    for number in (1, 8, 32):
+    print(f"{ANSWER}0", flush=True)
+    for line in sys.stdin:
+        number = int(line)
         prompts = [f"{i}. {SENTENCES[i % len(SENTENCES)]}" for i in range(number)]
-        seconds = []
-        for _ in range(3):
-            start = time.perf_counter()
-            engine.generate(prompts, params, use_tqdm=False)
-            seconds.append(time.perf_counter() - start)
-        speeds[number] = number * tokens / min(seconds)
-    print(json.dumps(speeds), flush=True)
+        start = time.perf_counter()
+        engine.generate(prompts, params, use_tqdm=False)
+        print(f"{ANSWER}{number * tokens / (time.perf_counter() - start)}", flush=True)
 
 
 def table_of(results: Path) -> str:
