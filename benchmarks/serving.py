@@ -332,7 +332,7 @@ def throughput(
     pairs: Annotated[int, typer.Option(help="Of measurements, one of each model by turns.")] = 9,
     tokens: Annotated[int, typer.Option(help="Of each answer.")] = 48,
     dtype: Annotated[str, typer.Option(help="Of the weights.")] = "float32",
-    base_code: Annotated[str, typer.Option(help="vLLM's own of the base, or `transformers`, as for AttnRes.")] = "auto",
+    base_code: Annotated[str, typer.Option(help="`auto`: vLLM's own; `transformers`: as AttnRes.")] = "auto",
     results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
 ):
     """Tokens per second of vLLM with 1, 8 and 32 requests at once, without a server around it.
