@@ -26,12 +26,15 @@ def write_file(path: Path, content: str | bytes):
 
 def write_figure(figure: "Figure", stem: Path) -> list[Path]:
     """Write a figure of matplotlib as PNG and SVG, undated, so that it comes out the same again; their paths."""
+    import matplotlib as mpl
+
     paths = []
     for suffix, metadata in ((".png", None), (".svg", {"Date": None})):
         path = stem.with_name(stem.name + suffix)
         unfinished = path.with_name(f".{path.name}.unfinished")
         try:
-            figure.savefig(unfinished, format=suffix[1:], dpi=150, metadata=metadata, bbox_inches="tight")
+            with mpl.rc_context({"svg.hashsalt": stem.name}):  # by which ids are made, and by chance without one
+                figure.savefig(unfinished, format=suffix[1:], dpi=150, metadata=metadata, bbox_inches="tight")
             unfinished.replace(path)
         finally:
             unfinished.unlink(missing_ok=True)

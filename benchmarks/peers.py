@@ -383,7 +383,6 @@ def plot_growth(found: dict[str, Any], stem: Path) -> list[Path]:
 @app.command()
 def report(results: Annotated[Path, typer.Option(help="Folder with the figures.")] = RESULTS):
     """Write the table and the plots anew."""
-    plt.rcParams["svg.hashsalt"] = "peers"
     if (results / "peers.json").exists():
         write_file(results / "peers.md", table(json.loads((results / "peers.json").read_text())))
         console.print(f"Wrote {results / 'peers.md'}", highlight=False)

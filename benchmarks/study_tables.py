@@ -137,7 +137,6 @@ def plot_differences(found, stem: Path) -> list[Path]:
 
 def write_tables(results: Path) -> list[Path]:
     """Write `table.md` and the figures into the folder of the results; their paths."""
-    plt.rcParams["svg.hashsalt"] = "study"
     found = read_runs(results)
     manifest = json.loads((results / "manifest.json").read_text())
     any_run = next(iter(next(iter(found.values())).values()))

@@ -529,7 +529,6 @@ def report(folder: Path) -> list[Path]:
     """
     if not (folder / "bench.json").is_file():
         raise ValueError(f"`{folder}` holds no bench.json; `attnres bench` writes one.")
-    plt.rcParams["svg.hashsalt"] = "bench"  # the same figures make the same file
     results = json.loads((folder / "bench.json").read_text())
     settings, machine_ = results["settings"], results["machine"]
     records = [record for record in results["time"] if record["model"] != TWIN]

@@ -180,7 +180,6 @@ def forest_plot(results: dict[str, Any], output: Path) -> list[Path]:
     rows = results["rows"]
     if len(names) < 2 or not rows:
         return []
-    plt.rcParams["svg.hashsalt"] = "attnres"  # the same results, the same file
     figure, axes = plt.subplots(figsize=(7, 1.4 + 0.42 * len(rows)), layout="constrained")
     for i, name in enumerate(names[1:]):
         shift = 0.25 * (i - (len(names) - 2) / 2)

@@ -286,6 +286,46 @@ def test_operator_compiles_without_breaks():
     )
 
 
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 7), (1, 4, 1), (0, 5, 7)], ids=str)
+@pytest.mark.parametrize("scale", [0.0, 0.5, 30.0])
+def test_compiled_two_phase_reads(shape, dtype, scale):
+    """What a compiled model reads within a block, in one graph."""
+    queries = scale * torch.randn(4, shape[-1], generator=torch.Generator().manual_seed(1)).to(
+        torch.promote_types(dtype, torch.float32)
+    )
+    sources = random_sources(3, dtype, shape)
+
+    def read(queries, *sources):
+        cache = BlockCache()
+        cache.start(queries, sources[0], 2, EPS)
+        for source in sources[:-1]:
+            cache.append(source)
+        return cache.read(3, sources[-1])
+
+    torch._dynamo.reset()
+    compiled = torch.compile(read, fullgraph=True, backend="aot_eager")
+    expected = UpToRounding(lambda q, *s: definition(q[3], *s).to(dtype), *widened(queries, *sources))
+    with torch.no_grad():
+        expected.check(compiled(queries, *sources))
+
+
+def test_compiled_read_within_a_block_is_one_kernel():
+    """Without a matrix product, which a compiler cannot fuse with what is around it."""
+    query, partial, mix, negative_lse = (torch.randn(shape) for shape in ((7,), (5, 7), (5, 7), (5, 1)))
+    operations = []
+
+    def record(graph, example_inputs):
+        operations.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    torch._dynamo.reset()
+    torch.compile(merge_partial, fullgraph=True, backend=record)(query, partial, mix, negative_lse, torch.tensor(1e-3))
+    assert any("lerp" in operation for operation in operations)
+    assert not [operation for operation in operations if "matmul" in operation or "mm" in operation]
+
+
 @pytest.mark.one_in(3)
 @pytest.mark.parametrize("zero", [True, False])
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 9])

@@ -144,6 +144,9 @@ def test_every_run_once(folder, monkeypatch, run_attnres, capsys):
     assert 0.97 <= low + 1e-9 and high <= 0.97 * 1.001 + 1e-9 and np.abs(full["residuals"]).max() < 1e-9
     assert run_attnres("scaling", "plot", "-o", "out") == 0
     assert (folder / "out/scaling.png").stat().st_size > 10_000
+    picture = (folder / "out/scaling.svg").read_bytes()
+    assert run_attnres("scaling", "plot", "-o", "out") == 0
+    assert (folder / "out/scaling.svg").read_bytes() == picture
 
 
 @pytest.mark.parametrize(
