@@ -135,10 +135,11 @@ def make_model(arm: str, seed: int):
     return with_read(model, arm) if arm in ABLATIONS else model
 
 
-def trained(model, rows: list[dict], run: Run, work: Path, **fields) -> AttnResTrainer:
+def trained(model, rows: list[dict], run: Run, work: Path, callbacks=(), **fields) -> AttnResTrainer:
     """Train a model of a run on the rows, in their order; the Trainer, which has the losses.
 
     Args:
+        callbacks: more ones of the Trainer.
         fields: of `AttnResTrainingArguments`.
     """
     defaults = {
@@ -155,18 +156,21 @@ def trained(model, rows: list[dict], run: Run, work: Path, **fields) -> AttnResT
         "disable_tqdm": True,
         "seed": run.seed,
     }
-    trainer = AttnResTrainer(model=model, args=AttnResTrainingArguments(**defaults | fields), train_dataset=rows)
+    arguments = AttnResTrainingArguments(**defaults | fields)
+    trainer = AttnResTrainer(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks))
     trainer.train()
     return trainer
 
 
-def train(run: Run, work: Path) -> dict:
-    """Train one run; its figures."""
+def train(run: Run, work: Path, callbacks=(), save_to: Path | None = None) -> dict:
+    """Train one run; its figures. The model is kept in `save_to`."""
     start = time.time()
     model = make_model(run.arm, run.seed)
     rows = rows_of(work, "library", "train", run.seed)[: run.steps * BATCH]
     fields = TRAINING | {"eval_strategy": "no", "query_learning_rate": run.learning_rate, "query_weight_decay": 0.0}
-    trainer = trained(model, rows, run, work, **fields)
+    trainer = trained(model, rows, run, work, callbacks, **fields)
+    if save_to is not None:
+        model.save_pretrained(save_to)
     losses = {
         split: trainer.evaluate(rows_of(work, "library", split))["eval_loss"] for split in ("tuning", "held_out")
     }
