@@ -3,8 +3,9 @@
 
     model = with_read(AttnResForCausalLM(config), "window", size=8)
 
-Each is a stream whose sources or scores are other ones, so whatever trains an AttnRes model trains these. `static` and
-`raw_keys` start, as the paper's read does, from the function of the base; the others are for training from scratch.
+Each is a stream whose sources or scores are other ones, so whatever trains an AttnRes model trains these. `static`,
+`raw_keys` and `plain_final` start, as the paper's read does, from the function of the base; the others are for training
+from scratch.
 """
 
 import functools
@@ -43,6 +44,14 @@ class RawKeys(OtherSources):
         return [source.to(self.queries.dtype) @ self.queries[self.site] for source in self.sources]
 
 
+class PlainFinal(OtherSources):
+    """The last read, in front of the final norm, has no query: it is the sum of all sources, as in PreNorm."""
+
+    def _scores(self) -> list[torch.Tensor]:
+        scores = super()._scores()
+        return scores if self.site < len(self.queries) - 1 else [torch.zeros_like(score) for score in scores]
+
+
 class Window(OtherSources):
     """The embedding and the newest sources, `size` of them."""
 
@@ -76,6 +85,7 @@ class Cumulative(OtherSources):
 READS = {
     "static": Static,
     "raw_keys": RawKeys,
+    "plain_final": PlainFinal,
     "window": Window,
     "normed_values": NormedValues,
     "cumulative": Cumulative,

@@ -3,6 +3,7 @@
 
     python benchmarks/read_study.py run      # hours on one thread; interrupted, it goes on
     python benchmarks/read_study.py rates    # PreNorm at other rates than the one of its sweep
+    python benchmarks/read_study.py later    # the arms that came later: block sizes, a window, a plain last read
     python benchmarks/read_study.py speed    # seconds per training step, alternating, in one process
     python benchmarks/read_study.py report   # table.md from what lies in benchmarks/read_study
 
@@ -53,15 +54,27 @@ ARMS = {
     "raw_keys": "8 blocks, keys without RMSNorm",
     "normal_start": "8 blocks, queries from N(0, 0.02)",
 }
+# Added when the others had their results, with three seeds
+LATER_ARMS = {
+    "blocks_of_2": "blocks of 2 sublayers",
+    "blocks_of_4": "blocks of 4 sublayers",
+    "blocks_of_8": "blocks of 8 sublayers",
+    "blocks_of_16": "blocks of 16 sublayers",
+    "window": "Full, the embedding and the 8 newest sources",
+    "plain_final": "8 blocks, last read without a query",
+}
+LATER_SEEDS = range(3)
 FIELDS = {
     "full": {"block_size": 1},
+    "window": {"block_size": 1},
+    **{f"blocks_of_{size}": {"block_size": size} for size in (2, 4, 8, 16)},
     "heads": {"attn_res_num_heads": 4},
     "input": {"attn_res_query": "input", "attn_res_query_rank": 16},
     "sigmoid": {"attn_res_weights": "sigmoid"},
     "softmax1": {"attn_res_weights": "softmax1"},
     "each": {"attn_res_open_block": "each"},
 }
-ABLATIONS = ("static", "raw_keys")
+ABLATIONS = ("static", "raw_keys", "window", "plain_final")
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -101,17 +114,17 @@ def tuning_run(arm: str, learning_rate: float) -> Run:
     return Run(arm, TUNING_SEED, TUNING_STEPS, learning_rate)
 
 
-def next_run(found: dict[Run, dict]) -> Run | None:
+def next_run(found: dict[Run, dict], arms=ARMS, seeds=SEEDS) -> Run | None:
     """First all sweeps, and then all arms seed by seed; `None` when everything has a result."""
     rates = {}
-    for arm in ARMS:
+    for arm in arms:
         swept = "prenorm" if arm == "prenorm_double" else arm
         losses = tuning_losses(found, swept)
         rate = next_rate(losses, GRID)
         if rate is not None:
             return tuning_run(swept, rate)
         rates[arm] = min(losses, key=losses.__getitem__)
-    for seed in SEEDS:
+    for seed in seeds:
         for arm, rate in rates.items():
             run = Run(arm, seed, 2 * STEPS if arm == "prenorm_double" else STEPS, rate)
             if run not in found:
@@ -190,6 +203,19 @@ def run_all(
     results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
 ):
     """Train what has no result yet, on one thread."""
+    _run_all(work, results, ARMS, SEEDS)
+
+
+@app.command()
+def later(
+    work: Annotated[Path, typer.Option(help="Folder for windows.")] = Path("study-work"),
+    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
+):
+    """Train the arms that were added later, in the same way."""
+    _run_all(work, results, LATER_ARMS, LATER_SEEDS)
+
+
+def _run_all(work: Path, results: Path, arms: dict[str, str], seeds: range):
     torch.set_num_threads(1)
     manifest = prepare(work)
     if (results / "manifest.json").exists() and json.loads((results / "manifest.json").read_text()) != manifest:
@@ -197,7 +223,7 @@ def run_all(
             f"The text in {work} is not the one of the results in {results}: use the versions of constraints.txt."
         )
     write_file(results / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-    while run := next_run(read_runs(results)):
+    while run := next_run(read_runs(results), arms, seeds):
         result = train(run, work)
         write_file(results / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
         losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"

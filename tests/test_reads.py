@@ -548,7 +548,7 @@ def test_inspection_of_heads(tmp_path):
     assert len(excerpt.weights[5][0]) == 4
 
 
-@pytest.mark.parametrize("name", ["static", "raw_keys", "window", "normed_values", "cumulative"])
+@pytest.mark.parametrize("name", ["static", "raw_keys", "plain_final", "window", "normed_values", "cumulative"])
 def test_ablations(name, input_ids):
     """The reads that are there to be compared with, against loops over the sources of the paper's own."""
     from attnres.benchmarks.ablations import READS, with_read
@@ -559,7 +559,7 @@ def test_ablations(name, input_ids):
     with_read(model, name, **({"size": 2} if name == "window" else {}))
     with torch.no_grad():
         is_exact = relative(model(input_ids).logits, base_model(input_ids).logits) < 1e-14
-    assert is_exact == (name in ("static", "raw_keys"))
+    assert is_exact == (name in ("static", "raw_keys", "plain_final"))
 
     randomize(model)
     model.config.attn_res_scale_norm_eps = False
@@ -584,6 +584,8 @@ def test_ablations(name, input_ids):
         scores = [(query * key_norm)[i].expand(embedding.shape[:-1]) for i in range(4)]
     expected = torch.softmax(torch.stack(scores, -1), -1)
     torch.testing.assert_close(recorder.weights[5], expected)
+    last = recorder.weights[model.config.num_sites - 1]
+    assert (name == "plain_final") == last.allclose(torch.full_like(last, 1 / last.shape[-1]))
     model.gradient_checkpointing_enable()
     model.train()
     before = gradients(model.eval(), input_ids)
