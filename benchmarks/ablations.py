@@ -4,8 +4,8 @@
     model = with_read(AttnResForCausalLM(config), "window", size=8)
 
 Each is a stream whose sources or scores are other ones, so whatever trains an AttnRes model trains these. `static`,
-`raw_keys` and `plain_final` start, as the paper's read does, from the function of the base; the others are for training
-from scratch.
+`raw_keys` and `plain_final` start, as the paper's read does, from the function of the base; the others are for
+training from scratch.
 """
 
 import functools

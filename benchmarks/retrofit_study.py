@@ -3,7 +3,7 @@
 
     python benchmarks/retrofit_study.py run      # hours on one thread; interrupted, it goes on
     python benchmarks/retrofit_study.py speed    # seconds per training step, alternating, in one process
-    python benchmarks/retrofit_study.py report   # table.md from what lies in benchmarks/retrofit
+    python benchmarks/retrofit_study.py report   # table.md and the figure from what lies in benchmarks/retrofit
 
 What is compared, and how, was written down first: benchmarks/retrofit/protocol.md.
 """
@@ -19,6 +19,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
+import matplotlib.pyplot as plt
 import torch
 import typer
 from peft import LoraConfig, get_peft_model
@@ -34,7 +35,7 @@ from attnres.benchmarks.twin import alternate
 from attnres.conversion import convert, revert
 from attnres.demo import windows
 from attnres.eval.tasks import installed
-from attnres.outputs import write_file
+from attnres.outputs import COLOURS, write_figure, write_file
 from attnres.training.adapters import lora_config, queries_config
 
 
@@ -303,9 +304,45 @@ def differences(
     return found
 
 
+# By the weights that are trained; filled with AttnRes, empty in PreNorm
+MARKERS = {
+    "full": ("o", COLOURS[0]),
+    "lora": ("s", COLOURS[1]),
+    "queries": ("^", COLOURS[2]),
+    "heads": ("v", COLOURS[3]),
+}
+
+
+def plot_retention(finals: dict[tuple[str, int], dict[str, Any]], seeds: list[int], stem: Path) -> list[Path]:
+    """What each arm has learned, and what it has lost: changes from the base with their 95 % intervals over seeds."""
+    shown = {"old_text": "other text", "chat": "the base's own answers"}
+    figure, axes = plt.subplots(1, len(shown), figsize=(11, 4.6), sharex=True)
+    for axis, (metric, label) in zip(axes, shown.items()):
+        for arm in list(ARMS)[1:]:
+            marker, colour = MARKERS[arm.removesuffix("_double").removesuffix("_prenorm")]
+            changes = [[finals[arm, s][m] - finals["base", 0][m] for s in seeds] for m in ("judging", metric)]
+            means = [statistics.mean(of) for of in changes]
+            sides = [stats.t.ppf(0.975, len(seeds) - 1) * stats.sem(of) for of in changes]
+            fill = "white" if "_prenorm" in arm else colour
+            style = {"fmt": marker, "color": colour, "markerfacecolor": fill, "elinewidth": 1, "capsize": 2}
+            size = 10 if arm.endswith("_double") else 6
+            axis.errorbar(*means, xerr=sides[0], yerr=sides[1], label=ARMS[arm], markersize=size, **style)
+        axis.axhline(0, color=COLOURS[6], linewidth=0.7)
+        axis.axvline(0, color=COLOURS[6], linewidth=0.7)
+        axis.set(xlabel="loss on new text, less the base's", ylabel="loss less the base's", title=f"on {label}")
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="lower center", ncol=4)
+    figure.suptitle("Left is more learned, up is more lost", fontsize=10)
+    figure.tight_layout(rect=(0, 0.1, 1, 1))
+    paths = write_figure(figure, stem)
+    plt.close(figure)
+    return paths
+
+
 @app.command()
 def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
-    """Write table.md anew, from the results alone."""
+    """Write table.md and the figure anew, from the results alone."""
     found = read_runs(results)
     finals = {(run.arm, run.seed): result for run, result in found.items() if run.seed != TUNING_SEED}
     arms = list(ARMS)[1:]
@@ -362,7 +399,8 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
         if losses := tuning_losses(found, arm):
             lines.append(f"| {ARMS[arm]} | {', '.join(f'{rate:g}: {loss:.3f}' for rate, loss in losses.items())} |")
     write_file(results / "table.md", "\n".join(lines) + "\n")
-    console.print(f"Wrote {results / 'table.md'}", highlight=False)
+    paths = [results / "table.md", *plot_retention(finals, seeds, results / "retention")]
+    console.print(*(f"Wrote {path}" for path in paths), sep="\n", highlight=False)
 
 
 if __name__ == "__main__":

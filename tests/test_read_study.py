@@ -12,6 +12,7 @@ from typer.testing import CliRunner
 from attnres.benchmarks.read_study import (
     ARMS,
     GRID,
+    LATER_ARMS,
     SEEDS,
     TUNING_SEED,
     Run,
@@ -79,7 +80,7 @@ def test_holm():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arm", ARMS)
+@pytest.mark.parametrize("arm", [*ARMS, *LATER_ARMS])
 def test_every_arm_starts_from_the_same_weights(arm):
     ids = torch.randint(3, 97, (1, 9))
     model, base = make_model(arm, 0), make_model("prenorm", 0)

@@ -1,0 +1,269 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""Small models from scratch, deep and wide, with and without AttnRes, every arm at every rate with every seed.
+
+    python benchmarks/two_depths.py run      # hours on one thread; interrupted, it goes on
+    python benchmarks/two_depths.py speed    # seconds per training step, alternating, in one process
+    python benchmarks/two_depths.py report   # table.md and the figure from what lies in benchmarks/two_depths
+
+What is compared, and how, was written down first: benchmarks/two_depths/protocol.md.
+"""
+
+import json
+import math
+import statistics
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import matplotlib.pyplot as plt
+import torch
+import typer
+from rich.console import Console
+from scipy import stats
+from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
+
+from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.benchmarks.read_study import RESULTS as READ_STUDY
+from attnres.benchmarks.read_study import detectable, holm, trained
+from attnres.benchmarks.study_arms import BATCH, SHAPE, TRAINING, prepare, rows_of, training_step
+from attnres.benchmarks.sweep import next_rate
+from attnres.benchmarks.twin import alternate
+from attnres.outputs import COLOURS, write_figure, write_file
+
+
+RESULTS = Path(__file__).parent / "two_depths"
+STEPS, SEEDS = 600, range(5)
+RATES = (4e-3, 8e-3, 1.6e-2)
+DEPTHS = {
+    "deep": {"num_hidden_layers": 24, "hidden_size": 48, "intermediate_size": 144, "num_attention_heads": 4},
+    "wide": {"num_hidden_layers": 6, "hidden_size": 96, "intermediate_size": 288, "num_attention_heads": 6},
+}
+ARMS = {"prenorm": "PreNorm", "blocks": "6 blocks", "full": "Full"}
+FIELDS = {"blocks": {"num_blocks": 6}, "full": {"block_size": 1}}
+STYLES = {"prenorm": ("s:", COLOURS[6]), "blocks": ("o-", COLOURS[0]), "full": ("^--", COLOURS[1])}
+console = Console()
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+@dataclass(frozen=True)
+class Run:
+    """One training run. Its name is that of its result file."""
+
+    depth: str
+    arm: str
+    seed: int
+    steps: int
+    learning_rate: float
+
+    @property
+    def name(self) -> str:
+        twice = "-double" if self.steps > STEPS else ""
+        return f"{self.depth}-{self.arm}{twice}-lr{self.learning_rate:g}-seed{self.seed}"
+
+
+def read_runs(results: Path) -> dict[Run, dict[str, Any]]:
+    found = {}
+    for path in sorted((results / "runs").glob("*.json")):
+        result = json.loads(path.read_text())
+        found[Run(**result["run"])] = result
+    return found
+
+
+def losses_by_rate(found: dict[Run, dict[str, Any]], depth: str, arm: str, part: str) -> dict[float, list[float]]:
+    """Of all seeds, by the rates that have all of them, in their order. `part`: `tuning_loss` or `judging_loss`."""
+    rates = sorted({run.learning_rate for run in found})
+    by_rate = {
+        rate: [found[run][part] for seed in SEEDS if (run := Run(depth, arm, seed, STEPS, rate)) in found]
+        for rate in rates
+    }
+    return {rate: losses for rate, losses in by_rate.items() if len(losses) == len(SEEDS)}
+
+
+def chosen_rate(found: dict[Run, dict[str, Any]], depth: str, arm: str) -> float:
+    means = {r: statistics.mean(of) for r, of in losses_by_rate(found, depth, arm, "tuning_loss").items()}
+    return min(means, key=means.__getitem__)
+
+
+def next_run(found: dict[Run, dict[str, Any]]) -> Run | None:
+    """Depth by depth, and there rate by rate of each arm; `None` when everything has a result."""
+    for depth in DEPTHS:
+        for arm in ARMS:
+            means = {r: statistics.mean(of) for r, of in losses_by_rate(found, depth, arm, "tuning_loss").items()}
+            rate = next_rate(means, RATES)
+            if rate is not None:
+                return next(run for seed in SEEDS if (run := Run(depth, arm, seed, STEPS, rate)) not in found)
+        for seed in SEEDS:
+            run = Run(depth, "prenorm", seed, 2 * STEPS, chosen_rate(found, depth, "prenorm"))
+            if run not in found:
+                return run
+    return None
+
+
+def label_of(depth: str) -> str:
+    return "{num_hidden_layers} layers of {hidden_size}".format(**DEPTHS[depth])
+
+
+def make_model(depth: str, arm: str, seed: int):
+    """The arms of a seed start from the same weights."""
+    config = Qwen3Config.from_dict(SHAPE.to_dict() | {"layer_types": None, "num_key_value_heads": 2} | DEPTHS[depth])
+    set_seed(seed)
+    prenorm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if arm == "prenorm":
+        return prenorm
+    model = AttnResForCausalLM(AttnResConfig.from_base_config(config, attn_res_scale_norm_eps=False, **FIELDS[arm]))
+    model.load_state_dict(prenorm.state_dict(), strict=False)
+    return model
+
+
+def train(run: Run, work: Path) -> dict[str, Any]:
+    """Train one run; its figures."""
+    start = time.time()
+    model = make_model(run.depth, run.arm, run.seed)
+    rows = rows_of(work, "library", "train", run.seed)[: run.steps * BATCH]
+    fields = TRAINING | {"eval_strategy": "no", "query_learning_rate": run.learning_rate, "query_weight_decay": 0.0}
+    trainer = trained(model, rows, run, work, **fields)
+    tuning, judging = (
+        trainer.evaluate(rows_of(work, "library", part))["eval_loss"] for part in ("tuning", "held_out")
+    )
+    return {
+        "run": asdict(run),
+        "tuning_loss": tuning,
+        "judging_loss": judging,
+        "parameters": sum(p.numel() for p in model.parameters()),
+        "train_loss": {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry},
+        "seconds": time.time() - start,
+    }
+
+
+@app.command("run")
+def run_all(
+    work: Annotated[Path, typer.Option(help="Folder for windows.")] = Path("study-work"),
+    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
+):
+    """Train what has no result yet, on one thread."""
+    torch.set_num_threads(1)
+    if prepare(work) != json.loads((READ_STUDY / "manifest.json").read_text()):
+        raise typer.BadParameter(f"The text in {work} is another: use the versions of constraints.txt.")
+    while run := next_run(read_runs(results)):
+        result = train(run, work)
+        write_file(results / "runs" / f"{run.name}.json", json.dumps(result) + "\n")
+        losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"
+        console.print(f"{run.name}: {losses}, {result['seconds']:.0f} s", highlight=False)
+    console.print(f"All runs are in {results}/runs; `python benchmarks/two_depths.py report` makes the table.")
+
+
+@app.command()
+def speed(
+    results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
+    pairs: Annotated[int, typer.Option(help="Alternating steps of each model.")] = 25,
+):
+    """Seconds of a training step, all arms of a depth in turn in one process on one thread."""
+    torch.set_num_threads(1)
+    figures: dict[str, dict[str, Any]] = {}
+    for depth in DEPTHS:
+        seconds = alternate([training_step(make_model(depth, a, 0).train()) for a in ARMS], pairs, f"Steps, {depth}")
+        ratios = seconds / seconds[:, :1]
+        quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=ratios.dtype), dim=0).T.tolist()
+        medians = seconds.median(dim=0).values.tolist()
+        figures[depth] = {
+            arm: {"seconds": median, "ratio_quartiles": of} for arm, median, of in zip(ARMS, medians, quartiles)
+        }
+    write_file(results / "speed.json", json.dumps(figures, indent=1) + "\n")
+    console.print(figures)
+
+
+def finals_of(found: dict[Run, dict[str, Any]], depth: str) -> dict[str, list[float]]:
+    """By arm the judging losses of the seeds, at its chosen rate; `double` is PreNorm with twice the steps."""
+    finals = {arm: losses_by_rate(found, depth, arm, "judging_loss")[chosen_rate(found, depth, arm)] for arm in ARMS}
+    rate = chosen_rate(found, depth, "prenorm")
+    return finals | {"double": [found[Run(depth, "prenorm", s, 2 * STEPS, rate)]["judging_loss"] for s in SEEDS]}
+
+
+def comparisons(found: dict[Run, dict[str, Any]], speeds: dict[str, Any]) -> dict[tuple[str, str, str], list[float]]:
+    """By kind of comparison, depth and arm, of each seed."""
+    rows: dict[tuple[str, str, str], list[float]] = {}
+    for depth in DEPTHS:
+        finals = finals_of(found, depth)
+        for arm in FIELDS:
+            share = math.log2(speeds[depth][arm]["ratio_quartiles"][1])
+            at_equal_time = [
+                (1 - share) * once + share * twice for once, twice in zip(finals["prenorm"], finals["double"])
+            ]
+            baselines = {"equal tokens": finals["prenorm"], "equal time": at_equal_time}
+            for kind, baseline in baselines.items():
+                rows[kind, depth, arm] = [loss - other for loss, other in zip(finals[arm], baseline)]
+    deep, wide = DEPTHS
+    for arm in FIELDS:
+        pairs = zip(rows["equal tokens", deep, arm], rows["equal tokens", wide, arm])
+        rows["deep less wide", "both", arm] = [a - b for a, b in pairs]
+    return rows
+
+
+def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
+    """Held-out losses over the learning rate, with the 95 % interval over seeds."""
+    figure, axes = plt.subplots(1, len(DEPTHS), figsize=(11, 4.2), sharey=True)
+    for axis, depth in zip(axes, DEPTHS):
+        for shift, (arm, label) in zip((0.97, 1, 1.03), ARMS.items()):
+            by_rate = losses_by_rate(found, depth, arm, "judging_loss")
+            means = [statistics.mean(losses) for losses in by_rate.values()]
+            sides = [stats.t.ppf(0.975, len(losses) - 1) * stats.sem(losses) for losses in by_rate.values()]
+            style, colour = STYLES[arm]
+            rates = [shift * rate for rate in by_rate]  # beside each other, so that intervals can be seen
+            axis.errorbar(rates, means, sides, fmt=style, color=colour, label=label, capsize=3, markersize=5)
+        axis.set(title=label_of(depth), xlabel="learning rate", ylabel="held-out loss", xscale="log")
+        axis.set_xticks(list(by_rate), [f"{rate:g}" for rate in by_rate])
+        axis.minorticks_off()
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    axes[0].legend(frameon=False)
+    figure.tight_layout()
+    paths = write_figure(figure, stem)
+    plt.close(figure)
+    return paths
+
+
+@app.command()
+def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
+    """Write table.md and the figure anew, from the results alone."""
+    found = read_runs(results)
+    if next_run(found) is not None or not (results / "speed.json").exists():
+        raise typer.BadParameter(
+            f"There are {len(found)} runs, and more are needed: go on with `run`, and then `speed`."
+        )
+    speeds = json.loads((results / "speed.json").read_text())
+    lines = ["# From scratch, at two depths", "", "By the [protocol](protocol.md), five seeds.", ""]
+    lines += ["| | | parameters | time of a step | loss by learning rate, mean (SD); the chosen one in bold |"]
+    lines += ["|---|---|---|---|---|"]
+    for depth in DEPTHS:
+        for arm, label in ARMS.items():
+            chosen = chosen_rate(found, depth, arm)
+            parameters = found[Run(depth, arm, 0, STEPS, chosen)]["parameters"]
+            cells = []
+            for rate, losses in losses_by_rate(found, depth, arm, "judging_loss").items():
+                cell = f"{rate:g}: {statistics.mean(losses):.3f} ({statistics.stdev(losses):.3f})"
+                cells.append(f"**{cell}**" if rate == chosen else cell)
+            ratio = f"{speeds[depth][arm]['ratio_quartiles'][1]:.2f}"
+            lines.append(f"| {label_of(depth)} | {label} | {parameters:,} | {ratio} | {', '.join(cells)} |")
+        twice = finals_of(found, depth)["double"]
+        cell = f"{statistics.mean(twice):.3f} ({statistics.stdev(twice):.3f})"
+        lines.append(f"| {label_of(depth)} | PreNorm, twice the steps | | | {cell} |")
+    rows = comparisons(found, speeds)
+    corrected = holm([stats.ttest_1samp(differences, 0).pvalue for differences in rows.values()])
+    lines += ["", "## Differences", "", "| | depth | less PreNorm | by seed | mean [95 %] | p (Holm) |"]
+    lines += ["|---|---|---|---|---|---|"]
+    for ((kind, depth, arm), differences), p in zip(rows.items(), corrected):
+        low, high = stats.ttest_1samp(differences, 0).confidence_interval()
+        by_seed = ", ".join(f"{d:+.3f}" for d in differences)
+        mean = f"{statistics.mean(differences):+.3f} [{low:+.3f}, {high:+.3f}]"
+        mean = f"**{mean}**" if p < 0.05 else mean
+        lines.append(f"| {kind} | {depth} | {ARMS[arm]} | {by_seed} | {mean} | {p:.3f} |")
+    spread = {f"{depth} {arm}": of for (kind, depth, arm), of in rows.items() if kind == "equal tokens"}
+    lines += ["", f"Before correction, a difference of {detectable(spread):.3f} is found with probability 0.8."]
+    write_file(results / "table.md", "\n".join(lines) + "\n")
+    paths = [results / "table.md", *plot_rates(found, results / "rates")]
+    console.print(*(f"Wrote {path}" for path in paths), sep="\n", highlight=False)
+
+
+if __name__ == "__main__":
+    app()

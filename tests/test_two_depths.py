@@ -1,0 +1,84 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The study of two depths: which run comes next, and what its table says. Nothing is trained here."""
+
+import json
+import random
+import statistics
+from dataclasses import asdict
+
+import pytest
+import typer
+
+from attnres.benchmarks import two_depths
+from attnres.benchmarks.two_depths import ARMS, DEPTHS, RATES, SEEDS, STEPS, chosen_rate, make_model, next_run, report
+
+
+SHIFTS = {("deep", "blocks"): -0.2, ("wide", "blocks"): -0.02, ("deep", "full"): 0.1}
+
+
+@pytest.fixture(scope="module")
+def runs():
+    """Results of all runs, made up; on judging windows another rate looks best than on those for tuning."""
+    found, noise = {}, random.Random(0)
+    while run := next_run(found):
+        loss = 4 + run.seed / 100 + SHIFTS.get((run.depth, run.arm), 0) + noise.gauss(0, 0.004)
+        loss -= 0.1 * (run.steps > STEPS)
+        found[run] = {
+            "run": asdict(run),
+            "tuning_loss": loss + 10 * abs(run.learning_rate - (8e-3 if run.arm == "prenorm" else 1.6e-2)),
+            "judging_loss": loss + 10 * abs(run.learning_rate - 4e-3),
+            "parameters": 1000,
+        }
+    return found
+
+
+def test_every_rate_has_every_seed(runs):
+    for depth in DEPTHS:
+        assert chosen_rate(runs, depth, "prenorm") == 8e-3  # on other windows than those that are reported
+        for arm in ARMS:
+            rates = RATES if arm == "prenorm" else (*RATES, 3.2e-2)  # further on, where the best is at the end
+            of_arm = [r for r in runs if (r.depth, r.arm, r.steps) == (depth, arm, STEPS)]
+            assert sorted((r.learning_rate, r.seed) for r in of_arm) == [(r, s) for r in rates for s in SEEDS]
+        twice = [r for r in runs if r.depth == depth and r.steps == 2 * STEPS]
+        assert [(r.arm, r.learning_rate, r.seed) for r in twice] == [("prenorm", 8e-3, s) for s in SEEDS]
+
+
+def test_report(runs, tmp_path):
+    (tmp_path / "runs").mkdir()
+    for run, result in runs.items():
+        (tmp_path / f"runs/{run.name}.json").write_text(json.dumps(result))
+    with pytest.raises(typer.BadParameter, match="go on with `run`, and then `speed`"):
+        report(tmp_path)
+    speeds = {depth: {arm: {"ratio_quartiles": [2.0, 2.0, 2.0]} for arm in ARMS} for depth in DEPTHS}
+    (tmp_path / "speed.json").write_text(json.dumps(speeds))
+    report(tmp_path)
+    rows = [line.split(" | ") for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")]
+    means = {(cells[0][2:], *cells[1:3]): cells[4] for cells in rows if len(cells) == 6}
+
+    def judging(depth, arm, steps=STEPS):
+        rate = chosen_rate(runs, depth, arm)
+        return [
+            result["judging_loss"]
+            for run, result in runs.items()
+            if (run.depth, run.arm, run.steps, run.learning_rate) == (depth, arm, steps, rate)
+        ]
+
+    for depth in DEPTHS:
+        equal_tokens = statistics.mean(judging(depth, "blocks")) - statistics.mean(judging(depth, "prenorm"))
+        # Twice the time of a step is twice the steps
+        twice = statistics.mean(judging(depth, "prenorm", 2 * STEPS))
+        equal_time = statistics.mean(judging(depth, "blocks")) - twice
+        assert f"{equal_tokens:+.3f} [" in means["equal tokens", depth, "6 blocks"]
+        assert f"{equal_time:+.3f} [" in means["equal time", depth, "6 blocks"]
+    assert means["deep less wide", "both", "6 blocks"].startswith("**-0.1")
+    assert (tmp_path / "rates.png").exists() and (tmp_path / "rates.svg").exists()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_every_arm_starts_from_the_same_weights(depth):
+    shared = make_model(depth, "prenorm", 0).state_dict()
+    for arm in two_depths.FIELDS:
+        own = make_model(depth, arm, 0)
+        assert all(own.state_dict()[name].equal(shared[name]) for name in shared)
+        assert own.config.num_sites == 2 * DEPTHS[depth]["num_hidden_layers"] + 1
