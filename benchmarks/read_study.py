@@ -2,8 +2,7 @@
 """Which reads over depth make a small model better, every arm with a learning rate of its own.
 
     python benchmarks/read_study.py run      # hours on one thread; interrupted, it goes on
-    python benchmarks/read_study.py rates    # PreNorm at other rates than the one of its sweep
-    python benchmarks/read_study.py later    # the arms that came later: block sizes, a window, a plain last read
+    python benchmarks/read_study.py rates    # at other rates than those of the sweeps, and the arms that came later
     python benchmarks/read_study.py speed    # seconds per training step, alternating, in one process
     python benchmarks/read_study.py report   # table.md from what lies in benchmarks/read_study
 
@@ -38,8 +37,6 @@ RESULTS = Path(__file__).parent / "read_study"
 SEEDS, TUNING_SEED = range(5), 100
 STEPS, TUNING_STEPS = 1000, 300
 GRID = (2e-3, 4e-3, 8e-3)
-# PreNorm's sweep of 300 steps does not tell its rates apart: these are run in full as well, see the deviations
-OTHER_RATES, SEEDS_OF_OTHER_RATES = (4e-3, 8e-3), range(3)
 ARMS = {
     "prenorm": "PreNorm",
     "prenorm_double": "PreNorm, twice the tokens",
@@ -54,7 +51,7 @@ ARMS = {
     "raw_keys": "8 blocks, keys without RMSNorm",
     "normal_start": "8 blocks, queries from N(0, 0.02)",
 }
-# Added when the others had their results, with three seeds
+# Added when the others had their results, and not swept
 LATER_ARMS = {
     "blocks_of_2": "blocks of 2 sublayers",
     "blocks_of_4": "blocks of 4 sublayers",
@@ -63,7 +60,6 @@ LATER_ARMS = {
     "window": "Full, the embedding and the 8 newest sources",
     "plain_final": "8 blocks, last read without a query",
 }
-LATER_SEEDS = range(3)
 FIELDS = {
     "full": {"block_size": 1},
     "window": {"block_size": 1},
@@ -74,6 +70,12 @@ FIELDS = {
     "softmax1": {"attn_res_weights": "softmax1"},
     "each": {"attn_res_open_block": "each"},
 }
+# The sweeps do not tell rates apart: what is run in full at others as well, see the deviations
+COMMON_RATE, SEEDS_OF_OTHER_RATES = 1.6e-2, range(3)
+OTHER_RATES = [
+    *[("prenorm", rate) for rate in (4e-3, 8e-3, COMMON_RATE)],
+    *[(arm, COMMON_RATE) for arm in ("static", "raw_keys", "heads", "input", *LATER_ARMS)],
+]
 ABLATIONS = ("static", "raw_keys", "window", "plain_final")
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -114,17 +116,17 @@ def tuning_run(arm: str, learning_rate: float) -> Run:
     return Run(arm, TUNING_SEED, TUNING_STEPS, learning_rate)
 
 
-def next_run(found: dict[Run, dict], arms=ARMS, seeds=SEEDS) -> Run | None:
+def next_run(found: dict[Run, dict]) -> Run | None:
     """First all sweeps, and then all arms seed by seed; `None` when everything has a result."""
     rates = {}
-    for arm in arms:
+    for arm in ARMS:
         swept = "prenorm" if arm == "prenorm_double" else arm
         losses = tuning_losses(found, swept)
         rate = next_rate(losses, GRID)
         if rate is not None:
             return tuning_run(swept, rate)
         rates[arm] = min(losses, key=losses.__getitem__)
-    for seed in seeds:
+    for seed in SEEDS:
         for arm, rate in rates.items():
             run = Run(arm, seed, 2 * STEPS if arm == "prenorm_double" else STEPS, rate)
             if run not in found:
@@ -203,19 +205,6 @@ def run_all(
     results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
 ):
     """Train what has no result yet, on one thread."""
-    _run_all(work, results, ARMS, SEEDS)
-
-
-@app.command()
-def later(
-    work: Annotated[Path, typer.Option(help="Folder for windows.")] = Path("study-work"),
-    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
-):
-    """Train the arms that were added later, in the same way."""
-    _run_all(work, results, LATER_ARMS, LATER_SEEDS)
-
-
-def _run_all(work: Path, results: Path, arms: dict[str, str], seeds: range):
     torch.set_num_threads(1)
     manifest = prepare(work)
     if (results / "manifest.json").exists() and json.loads((results / "manifest.json").read_text()) != manifest:
@@ -223,7 +212,7 @@ def _run_all(work: Path, results: Path, arms: dict[str, str], seeds: range):
             f"The text in {work} is not the one of the results in {results}: use the versions of constraints.txt."
         )
     write_file(results / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-    while run := next_run(read_runs(results), arms, seeds):
+    while run := next_run(read_runs(results)):
         result = train(run, work)
         write_file(results / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
         losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"
@@ -236,24 +225,25 @@ def rates(
     work: Annotated[Path, typer.Option(help="Folder for windows.")] = Path("study-work"),
     results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
 ):
-    """Train PreNorm in full at rates that its sweep did not choose: is the comparison one of rates?"""
+    """Train in full at rates that the sweeps did not choose: is the comparison one of rates?"""
     torch.set_num_threads(1)
     prepare(work)
     for seed in SEEDS_OF_OTHER_RATES:
-        for rate in OTHER_RATES:
-            path = results / "other_rates" / f"prenorm-lr{rate:g}-seed{seed}.json"
+        for arm, rate in OTHER_RATES:
+            path = results / "other_rates" / f"{arm}-lr{rate:g}-seed{seed}.json"
             if not path.exists():
-                result = train(Run("prenorm", seed, STEPS, rate), work)
+                result = train(Run(arm, seed, STEPS, rate), work)
                 write_file(path, json.dumps(result, indent=1) + "\n")
                 console.print(f"{path.stem}: judging {result['judging_loss']:.4f}", highlight=False)
 
 
-def read_other_rates(results: Path) -> dict[float, dict[int, float]]:
-    """Losses of PreNorm by rate and seed."""
-    found: dict[float, dict[int, float]] = {}
+def read_other_rates(results: Path) -> dict[tuple[str, float], dict[int, dict]]:
+    """Results of an arm at another rate, by seed."""
+    found: dict[tuple[str, float], dict[int, dict]] = {}
     for path in sorted((results / "other_rates").glob("*.json")):
         result = json.loads(path.read_text())
-        found.setdefault(result["run"]["learning_rate"], {})[result["run"]["seed"]] = result["judging_loss"]
+        run = Run(**result["run"])
+        found.setdefault((run.arm, run.learning_rate), {})[run.seed] = result
     return found
 
 
@@ -351,8 +341,9 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
         mean, deviation = statistics.mean(losses[arm]), statistics.stdev(losses[arm])
         lines.append(f"| {label} | {parameters[arm]:,} | {rate:g} | {mean:.4f} ({deviation:.3f}) | {time_of_step} |")
     others_of_prenorm = {
-        rate: [finals["blocks", seed] - losses_of_seed[seed] for seed in seeds if seed in losses_of_seed]
-        for rate, losses_of_seed in read_other_rates(results).items()
+        rate: [finals["blocks", seed] - of_seed[seed]["judging_loss"] for seed in seeds]
+        for (arm, rate), of_seed in read_other_rates(results).items()
+        if arm == "prenorm" and of_seed.keys() >= set(seeds)
     }
     if others_of_prenorm:
         lines += ["", "## 8 blocks against PreNorm at other rates than that of its sweep, equal tokens", ""]
