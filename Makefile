@@ -2,6 +2,7 @@
 # make test   the tests that run with every change: one of each kind
 # make test-all   all the others
 # make real   a real pretrained model through every command, in attnres-real/, offline
+# make studies-report   tables and figures of all studies, from the raw results of their runs
 # make test-transformers TRANSFORMERS=DIR   transformers' own model tests, from a checkout of transformers in DIR, on the
 #   model of BASE (llama), BLOCK_SIZE (2) and READ ("num_heads=4 query=input"); RUN_SLOW=1 runs those that take long as well
 # make test-transformers-mixins   the part of them that transformers' source distribution carries
@@ -27,6 +28,8 @@ BASE ?= llama
 BLOCK_SIZE ?= 2
 RUN_SLOW ?= 0
 READ ?=
+# What their runs have left lies in the folders of benchmarks/; each script says how they are made
+STUDIES := study.py read_study.py weights_study.py
 # As transformers' own tests are run, and without the settings of ours
 SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVERSION=true OMP_NUM_THREADS=1 \
 	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE) READ="$(READ)"
@@ -35,8 +38,8 @@ LEFT_OUT-5.16 := -k "not kimi_linear and not test_bases_do_not_touch_each_other 
 	and not continuous_batching"
 SUITE_OPTIONS := -q -n 2 -o addopts= -p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning --timeout 900 -rfE
 
-.PHONY: demo real test test-all test-transformers test-transformers-mixins test-5.16 test-5.19 test-serving lint docs build \
-	clean
+.PHONY: demo real studies-report test test-all test-transformers test-transformers-mixins test-5.16 test-5.19 test-serving \
+	lint docs build clean
 
 demo: $(VENV)/installed
 	$(BIN)/attnres demo
@@ -50,6 +53,12 @@ test-all: $(VENV)/installed-real
 # In half an hour; interrupted, it goes on
 real: $(VENV)/installed-real
 	$(BIN)/python benchmarks/real.py run attnres-real
+
+studies-report: $(VENV)/installed
+	for study in $(STUDIES); do $(BIN)/python benchmarks/$$study report || exit; done
+	$(BIN)/python benchmarks/ablation_table.py
+	$(BIN)/attnres scaling fit -o benchmarks/scaling/results
+	$(BIN)/attnres scaling plot -o benchmarks/scaling/results
 
 test-transformers: $(VENV)/installed-suite
 	@test -f "$(TRANSFORMERS)/tests/causal_lm_tester.py" || \
