@@ -1,0 +1,92 @@
+# SPDX-License-Identifier: Apache-2.0
+"""What the tables of our studies say is computed again from the raw results, in another way."""
+
+import json
+import math
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+
+ROOT = Path(__file__).parents[1]
+BENCHMARKS = ROOT / "benchmarks"
+QUANTILE = {2: 4.302653, 4: 2.776445}  # of Student's t, 0.975, by degrees of freedom
+REPORTS = {
+    "study": ["study.py", "report"],
+    "read_study": ["read_study.py", "report"],
+    "weights_study": ["weights_study.py", "report"],
+    "retrofit": ["retrofit_study.py", "report"],
+}
+
+
+def runs_of(study: str, folder: str = "runs") -> list[dict]:
+    return [json.loads(path.read_text()) for path in sorted((BENCHMARKS / study / folder).glob("*.json"))]
+
+
+def rows_of(study: str, heading: str = "", name: str = "table.md") -> dict[str, list[str]]:
+    """The rows of the first table behind a heading, by their first cell."""
+    text = (BENCHMARKS / study / name).read_text().split(f"\n## {heading}\n" if heading else "\n|", 1)[1]
+    table = text[text.index("|") :].split("\n\n")[0].splitlines()
+    return {line.split(" | ")[0].strip("| "): [c.strip("| *") for c in line.split(" | ")] for line in table}
+
+
+def in_words(values, digits: int, sign: str = "+") -> str:
+    """Mean and interval, as the tables of studies of reads and of retrofits have them."""
+    mean, side = np.mean(values), QUANTILE[len(values) - 1] * np.std(values, ddof=1) / len(values) ** 0.5
+    return f"{mean:{sign}.{digits}f} [{mean - side:{sign}.{digits}f}, {mean + side:{sign}.{digits}f}]"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("study", REPORTS)
+def test_tables_are_those_of_the_runs(study, tmp_path):
+    shutil.copytree(BENCHMARKS / study, tmp_path / study)
+    (tmp_path / study / "table.md").unlink()
+    command = [sys.executable, str(BENCHMARKS / REPORTS[study][0]), "report", "--results", str(tmp_path / study)]
+    subprocess.run(command, check=True, capture_output=True)
+    assert (tmp_path / study / "table.md").read_text() == (BENCHMARKS / study / "table.md").read_text()
+
+
+def test_study_of_reads():
+    losses = defaultdict(dict)
+    for result in runs_of("read_study"):
+        if result["run"]["seed"] in range(3):
+            losses[result["run"]["arm"]][result["run"]["seed"]] = result["judging_loss"]
+    losses = {arm: np.array([of[seed] for seed in range(3)]) for arm, of in losses.items()}
+    speeds = json.loads((BENCHMARKS / "read_study/speed.json").read_text())
+    share = math.log(speeds["full"]["ratio_quartiles"][1], 2)
+    at_equal_time = losses["prenorm"] + share * (losses["prenorm_double"] - losses["prenorm"])
+    assert rows_of("read_study")["Full"][3] == f"{losses['full'].mean():.4f} ({losses['full'].std(ddof=1):.3f})"
+    for baseline, heading in (
+        (losses["prenorm"], "Equal tokens, against PreNorm"),
+        (losses["blocks"], "Equal tokens, against 8 blocks"),
+        (at_equal_time, "Equal time, against PreNorm"),
+    ):
+        row = rows_of("read_study", heading)["Full"]
+        assert row[2] == in_words(losses["full"] - baseline, 4)
+        assert row[1] == ", ".join(f"{d:+.3f}" for d in losses["full"] - baseline)
+
+
+def test_ladder():
+    runs = defaultdict(list)
+    for result in runs_of("scaling/results"):
+        run = result["run"]
+        if run["seed"] < 3:  # the sweeps have another one
+            runs[run["arm"], run["size"]].append((result["compute"] / 8.64e19, result["loss"]))
+    points = defaultdict(list)
+    for (arm, _), of in runs.items():
+        assert len(of) == 3
+        points[arm].append(np.mean(of, axis=0))
+    laws = {arm: np.polyfit(*np.log(np.array(sorted(map(tuple, of)))).T, 1) for arm, of in points.items()}
+    largest = math.log(max(compute for compute, _ in points["prenorm"]))
+    table = rows_of("scaling/results", name="fit.md")
+    for arm, (slope, intercept) in laws.items():
+        assert table[arm][1] == f"{math.exp(intercept):.3f}" and table[arm][2].startswith(f"{-slope:.4f} ")
+        if arm != "prenorm":
+            needed = (np.polyval(laws[arm], largest) - laws["prenorm"][1]) / laws["prenorm"][0]
+            text = (BENCHMARKS / "scaling/results/fit.md").read_text()
+            assert f"| {arm} | {math.exp(needed - largest):.3f} [" in text
