@@ -26,7 +26,7 @@ from ..training import pretrain
 from ..training.pretrain import PretrainArguments, read_model_config
 
 
-TUNING_SEED = 100
+TUNING_SEED = 100  # the first one; those below are of what is compared
 LADDER_FILE, TIMES_FILE = "ladder.yaml", "times.json"
 # A step reads every parameter once forward and twice backward, each with a multiplication and an addition
 FLOPS_PER_PARAMETER = 6
@@ -60,6 +60,8 @@ class Ladder:
         tokens_per_parameter: of the PreNorm model, without embeddings. All arms of a size see the same tokens.
         rates: learning rates that every arm tries at the tuned sizes; at an end of the list, further ones by twos.
         tuned_sizes: so many of the smallest sizes are tuned.
+        tuning_seeds: so many models of each rate are tried there; the lowest mean loss decides. One tells rates apart
+            badly.
         rate_exponent: of the width, by which the mean of the tuned sizes' best rates is carried to all sizes.
         training: further fields of `attnres pretrain`, the same for all runs.
     """
@@ -75,6 +77,7 @@ class Ladder:
     tokens_per_parameter: float = 20
     rates: tuple[float, ...] = (2e-3, 4e-3, 8e-3)
     tuned_sizes: int = 2
+    tuning_seeds: int = 3
     rate_exponent: float = -0.5
     training: dict[str, Any] = field(default_factory=dict)
 
@@ -126,11 +129,13 @@ class Run:
 
     @property
     def is_tuning(self) -> bool:
-        return self.seed == TUNING_SEED
+        return self.seed >= TUNING_SEED
 
     @property
     def name(self) -> str:
-        return f"{self.arm}-{self.size}-" + (f"lr{self.learning_rate:g}" if self.is_tuning else f"seed{self.seed}")
+        rate = [f"lr{self.learning_rate:g}"] if self.is_tuning else []
+        seed = [] if self.seed == TUNING_SEED else [f"seed{self.seed}"]
+        return "-".join([self.arm, self.size, *rate, *seed])
 
 
 def read_ladder(path: str | Path) -> Ladder:
@@ -200,8 +205,10 @@ def _check(ladder: Ladder, path: str):
         raise ValueError(f"`{path}`: `arms` needs an AttnRes arm beside PreNorm, such as `blocks: {{num_blocks: 4}}`.")
     if len(ladder.sizes) < 2 or not 1 <= ladder.tuned_sizes <= len(ladder.sizes):
         raise ValueError(f"`{path}`: there have to be two `sizes` at least, and `tuned_sizes` of them.")
-    if ladder.seeds < 1 or len(ladder.rates) < 2:
-        raise ValueError(f"`{path}`: there has to be a seed at least, and two `rates`.")
+    if not 1 <= ladder.seeds <= TUNING_SEED or ladder.tuning_seeds < 1 or len(ladder.rates) < 2:
+        raise ValueError(
+            f"`{path}`: there have to be 1 to {TUNING_SEED} `seeds`, one of `tuning_seeds` at least, and two `rates`."
+        )
     given = {"max_steps", "learning_rate", "seed", "output_dir", "warmup_steps"} & ladder.training.keys()
     if given:
         raise ValueError(f"`{path}`: `{sorted(given)[0]}` in `training` is another one in each run. Leave it out.")
@@ -225,21 +232,21 @@ def results_of(folder: str | Path) -> dict[Run, dict[str, Any]]:
     return found
 
 
-def tuning_losses(found: dict[Run, dict[str, Any]], arm: str, size: str) -> dict[float, float]:
-    """By learning rate, in their order."""
-    losses = {
-        run.learning_rate: math.inf if math.isnan(result["loss"]) else result["loss"]
-        for run, result in found.items()
-        if run.is_tuning and (run.arm, run.size) == (arm, size)
-    }
-    return dict(sorted(losses.items()))
+def tuning_losses(ladder: Ladder, found: dict[Run, dict[str, Any]], arm: str, size: str) -> dict[float, float]:
+    """Means over the tuning seeds by learning rate, of those that have all of them, in their order."""
+    by_rate: dict[float, list[float]] = {}
+    for run, result in found.items():
+        if run.is_tuning and (run.arm, run.size) == (arm, size):
+            loss = math.inf if math.isnan(result["loss"]) else result["loss"]
+            by_rate.setdefault(run.learning_rate, []).append(loss)
+    return {rate: sum(of) / len(of) for rate, of in sorted(by_rate.items()) if len(of) >= ladder.tuning_seeds}
 
 
 def carried_rate(ladder: Ladder, found: dict[Run, dict[str, Any]], arm: str, size: str) -> float:
     """The geometric mean of the best rates of the tuned sizes, each carried over by its width."""
     rates = []
     for tuned in list(ladder.sizes)[: ladder.tuned_sizes]:
-        losses = tuning_losses(found, arm, tuned)
+        losses = tuning_losses(ladder, found, arm, tuned)
         ratio = ladder.model_config_of(arm, size).hidden_size / ladder.model_config_of(arm, tuned).hidden_size
         rates.append(math.log(min(losses, key=losses.__getitem__)) + ladder.rate_exponent * math.log(ratio))
     return float(f"{math.exp(sum(rates) / len(rates)):.3g}")
@@ -248,8 +255,11 @@ def carried_rate(ladder: Ladder, found: dict[Run, dict[str, Any]], arm: str, siz
 def runs_left(ladder: Ladder, found: dict[Run, dict[str, Any]]) -> Iterator[Run]:
     """What has no result yet, as far as it can be told: all sweeps, and then seed by seed, from small to large."""
     tuned = [(arm, size) for size in list(ladder.sizes)[: ladder.tuned_sizes] for arm in ladder.arms]
-    rates = {of: next_rate(tuning_losses(found, *of), ladder.rates) for of in tuned}
-    yield from (Run(*of, TUNING_SEED, rate) for of, rate in rates.items() if rate is not None)
+    rates = {of: next_rate(tuning_losses(ladder, found, *of), ladder.rates) for of in tuned}
+    for of, rate in rates.items():
+        if rate is not None:
+            sweep = [Run(*of, TUNING_SEED + i, rate) for i in range(ladder.tuning_seeds)]
+            yield from (run for run in sweep if run not in found)
     if any(rate is not None for rate in rates.values()):
         return
     for seed in range(ladder.seeds):

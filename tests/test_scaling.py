@@ -37,6 +37,7 @@ FIELDS = {
     "tokens_per_parameter": 0.2,
     "rates": [1e-2, 2e-2],
     "tuned_sizes": 1,
+    "tuning_seeds": 2,
     "training": {"max_length": 32, "per_device_train_batch_size": 4, "use_cpu": True, "disable_tqdm": True},
 }
 
@@ -113,7 +114,8 @@ def test_every_run_once(folder, monkeypatch, run_attnres, capsys):
     done = stand_in(
         monkeypatch,
         lambda ladder, run: (
-            loss(ladder, run)
+            # The mean decides: one seed alone would have 0.01 as the best rate
+            loss(ladder, run) + (0.5 if run.seed % 2 else -0.5) * (run.learning_rate == 0.01)
             if run.is_tuning
             else loss(ladder, Run(run.arm, run.size, run.seed, 0.04 if run.arm == "full" else 0.02))
         ),
@@ -123,6 +125,7 @@ def test_every_run_once(folder, monkeypatch, run_attnres, capsys):
     assert {rate for arm, rate in tuned if arm == "prenorm"} == {0.01, 0.02, 0.04}
     assert {rate for arm, rate in tuned if arm == "full"} == {0.01, 0.02, 0.04, 0.08}
     assert all(run.size == "small" for run in done if run.is_tuning)
+    assert len({*done}) == len(done) and {run.seed for run in done if run.is_tuning} == {100, 101}
     finals = [run for run in done if not run.is_tuning]
     assert len(finals) == 2 * 2 * 3 == len(set(finals))
     rates = {(run.arm, run.size): run.learning_rate for run in finals}
@@ -160,6 +163,8 @@ def test_every_run_once(folder, monkeypatch, run_attnres, capsys):
         ({"sizes": dict(reversed(FIELDS["sizes"].items()))}, "from small to large"),
         ({"tuned_sizes": 3}, "`tuned_sizes` of them"),
         ({"rates": [1e-3]}, "two `rates`"),
+        ({"tuning_seeds": 0}, "one of `tuning_seeds` at least"),
+        ({"seeds": 101}, "1 to 100 `seeds`"),
         (
             {"tokens_per_parameter": "2e1"},
             "`tokens_per_parameter` has to be a number such as 20 or 2.0e.1, and is '2e1'",
