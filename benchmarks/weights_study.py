@@ -41,10 +41,10 @@ NUM_SITES = 25  # of 12 layers: two sublayers each, and the final norm
 EARLY = (50, 100, 200, 500)
 WINDOWS = 24
 PREDICTORS = {"weight": "weight", "contribution": "weight times size"}
-PATTERNS = {
-    "newest": "weight of the newest source, in uniform reads'",
-    "embedding": "weight of the embedding, in uniform reads'",
-    "relative_entropy": "entropy of the weights, 1 = uniform",
+PATTERNS = {  # each 1 for a uniform read
+    "newest": "weight of the newest source",
+    "embedding": "weight of the embedding",
+    "relative_entropy": "entropy of the weights",
 }
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -306,8 +306,9 @@ def plot_agreement(by_arm: dict[str, list[dict]], stem: Path) -> list[Path]:
             filled = {"facecolors": "none"} if marker == "o" else {}
             colour = STYLES[arm][0]
             axis.scatter(*zip(*points), marker=marker, s=18, color=colour, label=LABELS[arm], linewidths=0.8, **filled)
-        axis.set(xlabel=PREDICTORS[predictor], ylabel="rise of the loss when masked, nats per token", xscale="log")
+        axis.set(xlabel=PREDICTORS[predictor], ylabel="rise of the loss when masked, nats", xscale="log")
         axis.set_yscale("symlog", linthresh=1e-3)
+        axis.set(xlim=(1e-4, 1.5), ylim=(-1e-2, 5))  # a few sources are read less than that
         axis.legend(frameon=False)
     figure.suptitle("Every source at every site, seed 0", fontsize=10)
     return finish(figure, axes, stem)
@@ -335,9 +336,12 @@ def plot_patterns(by_arm: dict[str, list[dict]], stem: Path) -> list[Path]:
                 rows = [[patterns_at(r, step)[kind][pattern] for step in steps] for r in by_arm[arm]]
                 draw_band(axis, steps, rows, arm, LABELS[arm])
             axis.axhline(1, color=COLOURS[6], linewidth=0.7)
-            axis.set(title=f"reads of {kind}", xlabel="step", ylabel=label, xscale="log", xticks=steps)
+            of = "attention" if kind == "attention" else "MLPs"
+            axis.set(title=f"{label}, reads of {of}", xlabel="step", xscale="log", xticks=steps)
             axis.xaxis.set_major_formatter("{x:.0f}")
             axis.minorticks_off()
+    for axis in axes[:, 0]:
+        axis.set_ylabel("a uniform read has 1")
     axes[0, 0].legend(frameon=False)
     return finish(figure, axes.flat, stem)
 
@@ -348,7 +352,7 @@ def plot_left_out(found: list[dict], stem: Path) -> list[Path]:
         points = [pair for r in found for pair in list(zip(read_weights(r), r["left_out"]))[kind::2]]
         filled = {"facecolors": "none"} if marker == "o" else {}
         axis.scatter(*zip(*points), marker=marker, s=22, color=COLOURS[kind], label=label, linewidths=0.9, **filled)
-    axis.set(xlabel="sum of its weights over all later sites", ylabel="rise of the loss without it, nats per token")
+    axis.set(xlabel="sum of its weights over all later sites", ylabel="rise of the loss without it, nats")
     axis.set_yscale("symlog", linthresh=1e-2)
     axis.legend(frameon=False)
     return finish(figure, [axis], stem)
@@ -385,6 +389,8 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
         lines.append(f"| {LABELS[arm]} | {in_words([r['judging_loss'] for r in results_of_arm], 3)} |")
     for title, table in sections.items():
         lines += ["", f"## {title}", "", *table]
+        if title == "When the paper's patterns show":
+            lines += ["", "By the step of training, of 1000. Each figure is 1 for a uniform read."]
     write_file(results / "table.md", "\n".join(lines) + "\n")
     paths = [
         results / "table.md",
