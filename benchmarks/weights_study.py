@@ -1,7 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What the weights over depth mean: do they tell what a source is worth, when do patterns show, how alike are outputs.
 
-    python benchmarks/weights_study.py run      # hours on one thread; interrupted, it goes on
+    python benchmarks/weights_study.py run      # an hour on one thread; interrupted, it goes on
+    python benchmarks/weights_study.py rates    # each at the rate of the others, for the likeness of outputs
     python benchmarks/weights_study.py report   # table.md and figures from what lies in benchmarks/weights_study
 
 What is measured, and how, was written down first: benchmarks/weights_study/protocol.md.
@@ -35,6 +36,7 @@ from attnres.outputs import COLOURS, write_figure, write_file
 
 RESULTS = Path(__file__).parent / "weights_study"
 RATES = {"prenorm": 4e-3, "blocks": 1.6e-2, "full": 1.6e-2}
+OTHER_RATES, SEEDS_OF_OTHER_RATES = {"prenorm": 1.6e-2, "blocks": 4e-3}, range(3)
 LABELS = {"prenorm": "PreNorm", "blocks": "8 blocks", "full": "Full"}
 STYLES = {"prenorm": (COLOURS[6], ":"), "blocks": (COLOURS[0], "-"), "full": (COLOURS[1], "--")}
 NUM_SITES = 25  # of 12 layers: two sublayers each, and the final norm
@@ -151,25 +153,37 @@ def run_all(
     results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
 ):
     """Train and measure what has no result yet, on one thread."""
+    _run(work, results / "runs", [Run(arm, seed, STEPS, rate) for seed in SEEDS for arm, rate in RATES.items()])
+    console.print(f"All runs are in {results}/runs; `python benchmarks/weights_study.py report` makes the table.")
+
+
+@app.command()
+def rates(
+    work: Annotated[Path, typer.Option(help="Folder for windows and models.")] = Path("study-work"),
+    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
+):
+    """Train and measure at other rates: is likeness a matter of these?"""
+    runs = [Run(arm, seed, STEPS, rate) for seed in SEEDS_OF_OTHER_RATES for arm, rate in OTHER_RATES.items()]
+    _run(work, results / "other_rates", runs)
+
+
+def _run(work: Path, folder: Path, runs: list[Run]):
     torch.set_num_threads(1)
     prepare(work)
     ids = torch.stack([row["input_ids"] for row in rows_of(work, "library", "held_out", seed=0)[:WINDOWS]])
-    for seed in SEEDS:
-        for arm, rate in RATES.items():
-            run = Run(arm, seed, STEPS, rate)
-            path = results / "runs" / f"{run.name}.json"
-            if path.exists():
-                continue
-            patterns = PatternsInTraining(ids)
-            saved = work / "models" / run.name
-            result = train(run, work, [] if arm == "prenorm" else [patterns], save_to=saved)
-            start = time.time()
-            figures = analyse(arm, AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32), ids)
-            result |= {"early_patterns": patterns.patterns, **figures, "seconds_of_analysis": time.time() - start}
-            write_file(path, json.dumps(rounded(result)) + "\n")
-            seconds = result["seconds"] + result["seconds_of_analysis"]
-            console.print(f"{run.name}: judging {result['judging_loss']:.4f}, {seconds:.0f} s", highlight=False)
-    console.print(f"All runs are in {results}/runs; `python benchmarks/weights_study.py report` makes the table.")
+    for run in runs:
+        path = folder / f"{run.name}.json"
+        if path.exists():
+            continue
+        patterns = PatternsInTraining(ids)
+        saved = work / "models" / folder.name / run.name
+        result = train(run, work, [] if run.arm == "prenorm" else [patterns], save_to=saved)
+        start = time.time()
+        figures = analyse(run.arm, AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32), ids)
+        result |= {"early_patterns": patterns.patterns, **figures, "seconds_of_analysis": time.time() - start}
+        write_file(path, json.dumps(rounded(result)) + "\n")
+        seconds = result["seconds"] + result["seconds_of_analysis"]
+        console.print(f"{run.name}: judging {result['judging_loss']:.4f}, {seconds:.0f} s", highlight=False)
 
 
 # The tables
