@@ -262,25 +262,35 @@ def patterns_at(result: dict[str, Any], step: int) -> dict[str, dict[str, float]
     return result["final_patterns"] if step == STEPS else result["early_patterns"][str(step)]
 
 
-def likeness_table(by_arm: dict[str, list[dict]]) -> list[str]:
-    halves = {arm: [[half_of(r["likeness"], half) for r in found] for half in (0, 1)] for arm, found in by_arm.items()}
+def likeness_table(by_arm: dict[str, list[dict]], at_other_rates: dict[str, list[dict]]) -> list[str]:
+    halves = {arm: [half_of(result["likeness"], 1) for result in found] for arm, found in by_arm.items()}
     arms = [arm for arm in by_arm if arm != "prenorm"]
-    less = {arm: [a - b for a, b in zip(halves[arm][1], halves["prenorm"][1])] for arm in arms}
+    less = {arm: [a - b for a, b in zip(halves[arm], halves["prenorm"])] for arm in arms}
     corrected = dict(zip(arms, holm([stats.ttest_1samp(less[arm], 0).pvalue for arm in arms])))
     lines = [
         "| | cosine, first half | cosine, second half | less PreNorm, second half | p (Holm) |"
         " effective rank of reads, first half | second half |",
         "|---" * 7 + "|",
     ]
-    for arm, found in by_arm.items():
-        first, second = halves[arm]
+    for name, found in {**by_arm, **at_other_rates}.items():
+        cosines = [in_words([half_of(result["likeness"], half) for result in found]) for half in (0, 1)]
         ranks = [
-            in_words([statistics.mean(r["effective_rank"][part]) for r in found], 1)
+            in_words([statistics.mean(result["effective_rank"][part]) for result in found], 1)
             for part in (slice(NUM_SITES // 2), slice(NUM_SITES // 2, NUM_SITES))
         ]
-        beside = ["", ""] if arm == "prenorm" else [in_words(less[arm]), f"{corrected[arm]:.3f}"]
-        lines.append(f"| {' | '.join([LABELS[arm], in_words(first), in_words(second), *beside, *ranks])} |")
+        beside = [in_words(less[name]), f"{corrected[name]:.4f}"] if name in less else ["", ""]
+        lines.append(f"| {' | '.join([LABELS.get(name, name), *cosines, *beside, *ranks])} |")
     return lines
+
+
+def read_other_rates(results: Path) -> dict[str, list[dict]]:
+    """The results of arms at other rates, by what they are called in a table."""
+    found: dict[str, list[dict]] = {}
+    for path in sorted((results / "other_rates").glob("*.json")):
+        result = json.loads(path.read_text())
+        found.setdefault("{arm} at {learning_rate:g}".format(**result["run"]), []).append(result)
+    labels = {f"{arm} at {rate:g}": f"{LABELS[arm]} at {rate:g}, three seeds" for arm, rate in OTHER_RATES.items()}
+    return {labels[name]: of for name, of in found.items() if len(of) == len(SEEDS_OF_OTHER_RATES)}
 
 
 def left_out_table(found: list[dict]) -> list[str]:
@@ -393,7 +403,7 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
     sections = {
         "Does a large weight mean that a source matters?": agreement_table(by_arm),
         "When the paper's patterns show": patterns_table(by_arm),
-        "Are outputs more alike with depth?": likeness_table(by_arm),
+        "Are outputs more alike with depth?": likeness_table(by_arm, read_other_rates(results)),
         "Sublayers left out of Full": left_out_table(by_arm["full"]),
     }
     lines = ["# What the weights over depth mean", ""]

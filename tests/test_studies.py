@@ -90,3 +90,36 @@ def test_ladder():
             needed = (np.polyval(laws[arm], largest) - laws["prenorm"][1]) / laws["prenorm"][0]
             text = (BENCHMARKS / "scaling/results/fit.md").read_text()
             assert f"| {arm} | {math.exp(needed - largest):.3f} [" in text
+
+
+def ranks(values) -> np.ndarray:
+    return np.argsort(np.argsort(values)).astype(float)
+
+
+def test_study_of_weights():
+    of = {
+        arm: [r for r in runs_of("weights_study") if r["run"]["arm"] == arm] for arm in ("prenorm", "blocks", "full")
+    }
+
+    def in_words(values, digits=2):
+        mean, side = np.mean(values), QUANTILE[4] * np.std(values, ddof=1) / 5**0.5
+        return f"{mean:.{digits}f} ({mean - side:.{digits}f} to {mean + side:.{digits}f})"
+
+    within, over_all = [], []
+    for result in of["full"]:
+        sites = [np.array(pair) for pair in zip(result["weight"][1:], result["masking_cost"][1:])]
+        over_all.append(np.corrcoef(*map(ranks, np.concatenate(sites, axis=1)))[0, 1])
+        within.append(np.mean([np.corrcoef(*map(ranks, site))[0, 1] for site in sites[1:]]))
+    table = (BENCHMARKS / "weights_study/table.md").read_text()
+    assert f"| Full | weight | {in_words(over_all)} | {in_words(within)} |" in table
+    second_half = {arm: np.array([np.mean(r["likeness"][12:]) for r in results]) for arm, results in of.items()}
+    rank = [np.mean(r["effective_rank"][12:]) for r in of["full"]]
+    row = rows_of("weights_study", "Are outputs more alike with depth?")["Full"]
+    assert row[2] == in_words(second_half["full"]) and row[6].removesuffix(" |") == in_words(rank, 1)
+    assert row[3] == in_words(second_half["full"] - second_half["prenorm"])
+    least = [
+        r["left_out"][np.argmin([sum(w[i + 1] for w in r["weight"][i + 1 :]) for i in range(24)])] for r in of["full"]
+    ]
+    assert f"is read least | {', '.join(f'{rise:.3f}' for rise in least)} | {in_words(least, 3)} |" in table
+    entropies = [r["early_patterns"]["200"]["mlp"]["relative_entropy"] for r in of["blocks"]]
+    assert "| 8 blocks | entropy of the weights | mlp |" in table and in_words(entropies) in table
