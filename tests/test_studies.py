@@ -123,3 +123,31 @@ def test_study_of_weights():
     assert f"is read least | {', '.join(f'{rise:.3f}' for rise in least)} | {in_words(least, 3)} |" in table
     entropies = [r["early_patterns"]["200"]["mlp"]["relative_entropy"] for r in of["blocks"]]
     assert "| 8 blocks | entropy of the weights | mlp |" in table and in_words(entropies) in table
+
+
+def test_retrofit():
+    runs = {(r["run"]["arm"], r["run"]["seed"]): r for r in runs_of("retrofit")}
+    speeds = json.loads((BENCHMARKS / "retrofit/speed.json").read_text())
+    for metric, heading in (("judging", "loss, new text"), ("chat", "loss, the base's own answers")):
+        table = rows_with(BENCHMARKS / "retrofit/table.md", heading)
+        of = {arm: np.array([runs[arm, s][metric] for s in range(5)]) for arm, s in runs if s == 4}
+        share = math.log2(speeds["full"]["ratio_quartiles"][1])
+        at_equal_time = of["full_prenorm"] + share * (of["full_prenorm_double"] - of["full_prenorm"])
+        base = runs["base", 0][metric]
+        for cells, differences in (
+            (("all weights, AttnRes", "equal tokens"), of["full"] - of["full_prenorm"]),
+            (("all weights, AttnRes", "equal time"), of["full"] - at_equal_time),
+            (("LoRA and queries", "equal tokens"), of["lora"] - of["lora_prenorm"]),
+            (("queries alone", "equal tokens"), of["queries"] - base),
+            (("queries alone, 4 heads", "equal tokens"), of["heads"] - of["queries"]),
+        ):
+            by_seed, mean = table[cells]
+            assert by_seed == ", ".join(f"{d:+.4f}" for d in differences)
+            assert mean == in_words(differences, 4)
+
+
+def rows_with(path: Path, heading: str) -> dict[tuple[str, str], tuple[str, str]]:
+    """Of the retrofit's table of a metric, differences by seed and mean, by arm and kind of comparison."""
+    lines = path.read_text().split(f"\n## {heading}\n")[1].split("\n## ")[0].splitlines()
+    cells = [[cell.strip("| *") for cell in line.split(" | ")] for line in lines if "[" in line and "%" not in line]
+    return {(arm, kind): (by_seed, mean) for arm, _, kind, by_seed, mean, _ in cells}
