@@ -3,6 +3,7 @@
 
     python benchmarks/retrofit_study.py run      # hours on one thread; interrupted, it goes on
     python benchmarks/retrofit_study.py speed    # seconds per training step, alternating, in one process
+    python benchmarks/retrofit_study.py keep full 0 FOLDER   # trains one of the runs again and keeps the model
     python benchmarks/retrofit_study.py report   # table.md and the figure from what lies in benchmarks/retrofit
 
 What is compared, and how, was written down first: benchmarks/retrofit/protocol.md.
@@ -209,8 +210,8 @@ def make_model(arm: str, seed: int, work: Path):
     return model
 
 
-def train(run: Run, work: Path) -> dict[str, Any]:
-    """Train one run; its figures."""
+def train(run: Run, work: Path, save_to: Path | None = None) -> dict[str, Any]:
+    """Train one run; its figures. The model is kept in `save_to`."""
     start, rows = time.time(), torch.load(work / "rows.pt")
     model = make_model(run.arm, run.seed, work)
     log = []
@@ -227,6 +228,9 @@ def train(run: Run, work: Path) -> dict[str, Any]:
             weight_decay=0.0,
         )
         log = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
+    if save_to is not None:
+        model.save_pretrained(save_to)
+        AutoTokenizer.from_pretrained(work / "base").save_pretrained(save_to)
     return {
         "run": asdict(run),
         **judge(model, rows, only_tuning=run.seed == TUNING_SEED),
@@ -250,6 +254,25 @@ def run_all(
         figures = ", ".join(f"{name} {result[name]:.4f}" for name in ("tuning", *METRICS) if name in result)
         console.print(f"{run.name}: {figures}, {result['seconds']:.0f} s", highlight=False)
     console.print(f"All runs are in {results}/runs; `python benchmarks/retrofit_study.py report` makes the table.")
+
+
+@app.command()
+def keep(
+    arm: Annotated[str, typer.Argument(help="Of the study.")],
+    seed: Annotated[int, typer.Argument(help="Of the study.")],
+    folder: Annotated[Path, typer.Argument(help="For the model and its tokenizer.")],
+    work: Annotated[Path, typer.Option(help="Folder for models and windows.")] = Path("retrofit-work"),
+    results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS,
+):
+    """Train one of the runs again and keep the model."""
+    torch.set_num_threads(1)
+    of_study = [(run, result) for run, result in read_runs(results).items() if (run.arm, run.seed) == (arm, seed)]
+    if not of_study:
+        raise typer.BadParameter(f"There is no run of `{arm}` with seed {seed} in {results}.")
+    prepare(work)
+    ((run, before),) = of_study
+    result = train(run, work, save_to=folder)
+    console.print(f"{folder}: loss on new text {result['judging']:.4f}, in the study {before['judging']:.4f}")
 
 
 @app.command()
