@@ -2,7 +2,7 @@
 """Is what our scaling ladder compares one of rates? PreNorm again, at the learning rates of 4 blocks.
 
 python benchmarks/scaling_text.py scaling-work
-cd scaling-work && python ../benchmarks/scaling_rates.py ../benchmarks/scaling/results --size 62k --size 116k
+cd scaling-work && python -m attnres.scaling.baseline_rates ../benchmarks/scaling/results --size 62k --size 116k
 
 It goes on where it was, and its runs are kept in `other_rates` beside those of the ladder.
 """
@@ -15,8 +15,8 @@ import torch
 import typer
 from rich.console import Console
 
-from attnres.outputs import write_file
-from attnres.scaling.ladder import LADDER_FILE, Run, carried_rate, read_ladder, results_of, train
+from ..outputs import write_file
+from .ladder import LADDER_FILE, Run, carried_rate, read_ladder, results_of, train
 
 
 ARM = "blocks"
