@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 
 if TYPE_CHECKING:
+    from matplotlib.axes import Axes
     from matplotlib.figure import Figure
 
 
@@ -22,6 +23,12 @@ def write_file(path: Path, content: str | bytes):
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def finish_axis(axis: "Axes"):
+    """No frame on the right and above, and a light grid, as our figures have it."""
+    axis.spines[["top", "right"]].set_visible(False)
+    axis.grid(alpha=0.25)
 
 
 def write_figure(figure: "Figure", stem: Path) -> list[Path]:

@@ -16,7 +16,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import torch
 import typer
@@ -96,11 +96,12 @@ class Run:
         return f"{self.arm}-{of}"
 
 
-def read_runs(results: Path) -> dict[Run, dict]:
+def read_runs(results: Path, run_class: type = Run) -> dict[Any, dict[str, Any]]:
+    """By run, its result."""
     found = {}
     for path in sorted((results / "runs").glob("*.json")):
         result = json.loads(path.read_text())
-        found[Run(**result["run"])] = result
+        found[run_class(**result["run"])] = result
     return found
 
 

@@ -24,11 +24,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 
 from attnres import AttnResForCausalLM
 from attnres.benchmarks.read_study import Run as TrainingRun
-from attnres.benchmarks.read_study import detectable, holm, trained
+from attnres.benchmarks.read_study import detectable, holm, read_runs, trained
 from attnres.benchmarks.study_arms import BATCH, LORA_RANK, SHAPE, TRAINING, prepare, rows_of
 from attnres.benchmarks.sweep import next_rate
 from attnres.conversion import convert
-from attnres.outputs import COLOURS, write_figure, write_file
+from attnres.outputs import COLOURS, finish_axis, write_figure, write_file
 from attnres.training.adapters import lora_config, queries_config
 
 
@@ -64,14 +64,6 @@ class Run:
     def name(self) -> str:
         rate = self.query_rate if self.query_rate == AUTO else f"{self.query_rate:g}"
         return f"{self.width}-{self.mode}-size{self.block_size}-rate{rate}-start{self.start:g}-seed{self.seed}"
-
-
-def read_runs(results: Path) -> dict[Run, dict[str, Any]]:
-    found = {}
-    for path in sorted((results / "runs").glob("*.json")):
-        result = json.loads(path.read_text())
-        found[Run(**result["run"])] = result
-    return found
 
 
 def of_seeds(found: dict[Run, dict[str, Any]], part: str, width: int, mode: str, *fields, **more) -> list[float]:
@@ -205,7 +197,7 @@ def run_all(
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
     prepare(work)
-    while run := next_run(read_runs(results)):
+    while run := next_run(read_runs(results, Run)):
         result = train(run, work)
         write_file(results / "runs" / f"{run.name}.json", json.dumps(result) + "\n")
         change = result["judging_loss"] - result["base_judging_loss"]
@@ -275,8 +267,7 @@ def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
         axis.scatter(measured, reached, marker="*", s=90, color=colour, edgecolors="black", zorder=3, label=label)
     axis.axhline(0, color=COLOURS[6], linewidth=0.7)
     axis.set(xlabel="peak rate of the queries", ylabel="held-out loss less the base's", xscale="log")
-    axis.spines[["top", "right"]].set_visible(False)
-    axis.grid(alpha=0.25)
+    finish_axis(axis)
     axis.legend(frameon=False)
     paths = write_figure(figure, stem)
     plt.close(figure)
@@ -286,7 +277,7 @@ def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
 @app.command()
 def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
     """Write table.md and the figure anew, from the results alone."""
-    found = read_runs(results)
+    found = read_runs(results, Run)
     if next_run(found) is not None:
         raise typer.BadParameter(f"There are {len(found)} runs, and more are needed: go on with `run`.")
     lines = ["# Rate, block size and start of a retrofit", ""]

@@ -36,7 +36,7 @@ from attnres.benchmarks.twin import alternate
 from attnres.conversion import convert, revert
 from attnres.demo import windows
 from attnres.eval.tasks import installed
-from attnres.outputs import COLOURS, write_figure, write_file
+from attnres.outputs import COLOURS, finish_axis, write_figure, write_file
 from attnres.training.adapters import lora_config, queries_config
 
 
@@ -353,8 +353,7 @@ def plot_retention(finals: dict[tuple[str, int], dict[str, Any]], seeds: list[in
         axis.axhline(0, color=COLOURS[6], linewidth=0.7)
         axis.axvline(0, color=COLOURS[6], linewidth=0.7)
         axis.set(xlabel="loss on new text, less the base's", ylabel="loss less the base's", title=f"on {label}")
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
+        finish_axis(axis)
     figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="lower center", ncol=4)
     figure.suptitle("Left is more learned, up is more lost", fontsize=10)
     figure.tight_layout(rect=(0, 0.1, 1, 1))

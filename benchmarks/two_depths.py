@@ -25,11 +25,11 @@ from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.benchmarks.read_study import RESULTS as READ_STUDY
-from attnres.benchmarks.read_study import detectable, holm, trained
+from attnres.benchmarks.read_study import detectable, holm, read_runs, trained
 from attnres.benchmarks.study_arms import BATCH, SHAPE, TRAINING, prepare, rows_of, training_step
 from attnres.benchmarks.sweep import next_rate
 from attnres.benchmarks.twin import alternate
-from attnres.outputs import COLOURS, write_figure, write_file
+from attnres.outputs import COLOURS, finish_axis, write_figure, write_file
 
 
 RESULTS = Path(__file__).parent / "two_depths"
@@ -60,14 +60,6 @@ class Run:
     def name(self) -> str:
         twice = "-double" if self.steps > STEPS else ""
         return f"{self.depth}-{self.arm}{twice}-lr{self.learning_rate:g}-seed{self.seed}"
-
-
-def read_runs(results: Path) -> dict[Run, dict[str, Any]]:
-    found = {}
-    for path in sorted((results / "runs").glob("*.json")):
-        result = json.loads(path.read_text())
-        found[Run(**result["run"])] = result
-    return found
 
 
 def losses_by_rate(found: dict[Run, dict[str, Any]], depth: str, arm: str, part: str) -> dict[float, list[float]]:
@@ -145,7 +137,7 @@ def run_all(
     torch.set_num_threads(1)
     if prepare(work) != json.loads((READ_STUDY / "manifest.json").read_text()):
         raise typer.BadParameter(f"The text in {work} is another: use the versions of constraints.txt.")
-    while run := next_run(read_runs(results)):
+    while run := next_run(read_runs(results, Run)):
         result = train(run, work)
         write_file(results / "runs" / f"{run.name}.json", json.dumps(result) + "\n")
         losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"
@@ -214,8 +206,7 @@ def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
         axis.set(title=label_of(depth), xlabel="learning rate", ylabel="held-out loss", xscale="log")
         axis.set_xticks(list(by_rate), [f"{rate:g}" for rate in by_rate])
         axis.minorticks_off()
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
+        finish_axis(axis)
     axes[0].legend(frameon=False)
     figure.tight_layout()
     paths = write_figure(figure, stem)
@@ -226,7 +217,7 @@ def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
 @app.command()
 def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
     """Write table.md and the figure anew, from the results alone."""
-    found = read_runs(results)
+    found = read_runs(results, Run)
     if next_run(found) is not None or not (results / "speed.json").exists():
         raise typer.BadParameter(
             f"There are {len(found)} runs, and more are needed: go on with `run`, and then `speed`."

@@ -31,7 +31,7 @@ from attnres.depth_stream import DepthRecorder
 from attnres.inspection import ablate, measure
 from attnres.inspection.effects import summed_loss
 from attnres.inspection.measure import evaluation_mode, run_recorded
-from attnres.outputs import COLOURS, write_figure, write_file
+from attnres.outputs import COLOURS, finish_axis, write_figure, write_file
 
 
 RESULTS = Path(__file__).parent / "weights_study"
@@ -384,8 +384,7 @@ def plot_left_out(found: list[dict], stem: Path) -> list[Path]:
 
 def finish(figure, axes, stem: Path) -> list[Path]:
     for axis in axes:
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
+        finish_axis(axis)
     figure.tight_layout()
     paths = write_figure(figure, stem)
     plt.close(figure)
