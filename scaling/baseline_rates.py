@@ -30,6 +30,12 @@ def main(
     """Train and compare, seed by seed."""
     torch.set_num_threads(1)
     ladder, found = read_ladder(results / LADDER_FILE), results_of(results)
+    for size in sizes:
+        if size not in ladder.sizes or ARM not in ladder.arms:
+            raise typer.BadParameter(
+                f"The ladder in {results} has the sizes {', '.join(ladder.sizes)} and the arms"
+                f" {', '.join(ladder.arms)}; this needs {size} and {ARM}."
+            )
     own = {(run.arm, run.size, run.seed): result["loss"] for run, result in found.items()}
     for size in sizes:
         for seed in range(ladder.seeds):

@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import typer
 import yaml
 
 from attnres.benchmarks.scaling_text import PIECE_LENGTH, pieces
@@ -314,3 +315,28 @@ def test_a_ladder(folder, run_attnres):
     added = {run.arm: r["trainable_parameters"] for run, r in results.items() if run.size == "large"}
     assert added["full"] == added["blocks"] == added["prenorm"] + 2 * 7 * 32
     assert run_attnres("scaling", "fit", "-o", "out") == 0 and run_attnres("scaling", "plot", "-o", "out") == 0
+
+
+def test_baseline_at_other_rates(folder, monkeypatch):
+    """PreNorm is trained again at the rate of the blocks, once; a size that is none is named."""
+    from attnres.scaling import baseline_rates
+
+    def loss(ladder, run):
+        return 4 + abs(run.learning_rate - (0.04 if run.arm == "blocks" else 0.02)) * run.is_tuning
+
+    done = stand_in(monkeypatch, loss)
+    run_ladder("ladder.yaml", "out")
+    seen = []
+
+    def train(ladder, run, work):
+        seen.append(run)
+        return {"loss": 3.5}
+
+    monkeypatch.setattr(baseline_rates, "train", train)
+    for _ in range(2):
+        baseline_rates.main(folder / "out", ["small"])
+    rate = next(run.learning_rate for run in done if (run.arm, run.size, run.seed) == ("blocks", "small", 0))
+    assert seen == [Run("prenorm", "small", seed, rate) for seed in range(2)] and rate == 0.04
+    assert len(list((folder / "out/other_rates").glob("*.json"))) == 2
+    with pytest.raises(typer.BadParameter, match="has the sizes small, large and the arms .*; this needs tiny"):
+        baseline_rates.main(folder / "out", ["tiny"])
