@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Small models from scratch, deep and wide, with and without AttnRes, every arm at every rate with every seed.
+"""Small models from scratch, deep and wide, with and without AttnRes, with rates chosen alike.
 
     python benchmarks/two_depths.py run      # hours on one thread; interrupted, it goes on
     python benchmarks/two_depths.py speed    # seconds per training step, alternating, in one process
@@ -12,6 +12,7 @@ import json
 import math
 import statistics
 import time
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -19,6 +20,7 @@ from typing import Annotated, Any
 import matplotlib.pyplot as plt
 import torch
 import typer
+from click import Choice
 from rich.console import Console
 from scipy import stats
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
@@ -33,7 +35,7 @@ from attnres.outputs import COLOURS, finish_axis, write_figure, write_file
 
 
 RESULTS = Path(__file__).parent / "two_depths"
-STEPS, SEEDS = 600, range(5)
+STEPS, SEEDS, TUNING_SEEDS = 600, range(5), range(3)
 RATES = (4e-3, 8e-3, 1.6e-2)
 DEPTHS = {
     "deep": {"num_hidden_layers": 24, "hidden_size": 48, "intermediate_size": 144, "num_attention_heads": 4},
@@ -63,13 +65,14 @@ class Run:
 
 
 def losses_by_rate(found: dict[Run, dict[str, Any]], depth: str, arm: str, part: str) -> dict[float, list[float]]:
-    """Of all seeds, by the rates that have all of them, in their order. `part`: `tuning_loss` or `judging_loss`."""
+    """Of the seeds that choose, by the rates that have all of them, in their order. `part`: `tuning_loss` or
+    `judging_loss`."""
     rates = sorted({run.learning_rate for run in found})
     by_rate = {
-        rate: [found[run][part] for seed in SEEDS if (run := Run(depth, arm, seed, STEPS, rate)) in found]
+        rate: [found[run][part] for seed in TUNING_SEEDS if (run := Run(depth, arm, seed, STEPS, rate)) in found]
         for rate in rates
     }
-    return {rate: losses for rate, losses in by_rate.items() if len(losses) == len(SEEDS)}
+    return {rate: losses for rate, losses in by_rate.items() if len(losses) == len(TUNING_SEEDS)}
 
 
 def chosen_rate(found: dict[Run, dict[str, Any]], depth: str, arm: str) -> float:
@@ -77,18 +80,20 @@ def chosen_rate(found: dict[Run, dict[str, Any]], depth: str, arm: str) -> float
     return min(means, key=means.__getitem__)
 
 
-def next_run(found: dict[Run, dict[str, Any]]) -> Run | None:
+def next_run(found: dict[Run, dict[str, Any]], depths: Iterable[str] = DEPTHS) -> Run | None:
     """Depth by depth, and there rate by rate of each arm; `None` when everything has a result."""
-    for depth in DEPTHS:
+    for depth in depths:
         for arm in ARMS:
             means = {r: statistics.mean(of) for r, of in losses_by_rate(found, depth, arm, "tuning_loss").items()}
             rate = next_rate(means, RATES)
             if rate is not None:
-                return next(run for seed in SEEDS if (run := Run(depth, arm, seed, STEPS, rate)) not in found)
-        for seed in SEEDS:
-            run = Run(depth, "prenorm", seed, 2 * STEPS, chosen_rate(found, depth, "prenorm"))
-            if run not in found:
-                return run
+                return next(run for seed in TUNING_SEEDS if (run := Run(depth, arm, seed, STEPS, rate)) not in found)
+        chosen = {arm: chosen_rate(found, depth, arm) for arm in ARMS}
+        runs = [Run(depth, arm, seed, STEPS, rate) for seed in SEEDS for arm, rate in chosen.items()]
+        runs += [Run(depth, "prenorm", seed, 2 * STEPS, chosen["prenorm"]) for seed in SEEDS]
+        missing = [run for run in runs if run not in found]
+        if missing:
+            return missing[0]
     return None
 
 
@@ -132,12 +137,16 @@ def train(run: Run, work: Path) -> dict[str, Any]:
 def run_all(
     work: Annotated[Path, typer.Option(help="Folder for windows.")] = Path("study-work"),
     results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
+    depth: Annotated[
+        str | None,
+        typer.Option(click_type=Choice(list(DEPTHS)), help="Only this one, for two processes side by side."),
+    ] = None,
 ):
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
     if prepare(work) != json.loads((READ_STUDY / "manifest.json").read_text()):
         raise typer.BadParameter(f"The text in {work} is another: use the versions of constraints.txt.")
-    while run := next_run(read_runs(results, Run)):
+    while run := next_run(read_runs(results, Run), DEPTHS if depth is None else [depth]):
         result = train(run, work)
         write_file(results / "runs" / f"{run.name}.json", json.dumps(result) + "\n")
         losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"
@@ -167,9 +176,12 @@ def speed(
 
 def finals_of(found: dict[Run, dict[str, Any]], depth: str) -> dict[str, list[float]]:
     """By arm the judging losses of the seeds, at its chosen rate; `double` is PreNorm with twice the steps."""
-    finals = {arm: losses_by_rate(found, depth, arm, "judging_loss")[chosen_rate(found, depth, arm)] for arm in ARMS}
-    rate = chosen_rate(found, depth, "prenorm")
-    return finals | {"double": [found[Run(depth, "prenorm", s, 2 * STEPS, rate)]["judging_loss"] for s in SEEDS]}
+
+    def of_seeds(arm: str, steps: int) -> list[float]:
+        rate = chosen_rate(found, depth, arm)
+        return [found[Run(depth, arm, seed, steps, rate)]["judging_loss"] for seed in SEEDS]
+
+    return {arm: of_seeds(arm, STEPS) for arm in ARMS} | {"double": of_seeds("prenorm", 2 * STEPS)}
 
 
 def comparisons(found: dict[Run, dict[str, Any]], speeds: dict[str, Any]) -> dict[tuple[str, str, str], list[float]]:
@@ -193,7 +205,7 @@ def comparisons(found: dict[Run, dict[str, Any]], speeds: dict[str, Any]) -> dic
 
 
 def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
-    """Held-out losses over the learning rate, with the 95 % interval over seeds."""
+    """Held-out losses over the learning rate, with the 95 % interval over the seeds that choose."""
     figure, axes = plt.subplots(1, len(DEPTHS), figsize=(11, 4.2), sharey=True)
     for axis, depth in zip(axes, DEPTHS):
         for shift, (arm, label) in zip((0.97, 1, 1.03), ARMS.items()):
@@ -223,10 +235,14 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
             f"There are {len(found)} runs, and more are needed: go on with `run`, and then `speed`."
         )
     speeds = json.loads((results / "speed.json").read_text())
-    lines = ["# From scratch, at two depths", "", "By the [protocol](protocol.md), five seeds.", ""]
-    lines += ["| | | parameters | time of a step | loss by learning rate, mean (SD); the chosen one in bold |"]
-    lines += ["|---|---|---|---|---|"]
+    lines = ["# From scratch, at two depths", "", "By the [protocol](protocol.md). Mean losses, and the SD.", ""]
+    lines += ["| | | parameters | time of a step | by learning rate, three seeds | at the one in bold, five seeds |"]
+    lines += ["|---|---|---|---|---|---|"]
     for depth in DEPTHS:
+        finals = {
+            arm: f"{statistics.mean(of):.3f} ({statistics.stdev(of):.3f})"
+            for arm, of in finals_of(found, depth).items()
+        }
         for arm, label in ARMS.items():
             chosen = chosen_rate(found, depth, arm)
             parameters = found[Run(depth, arm, 0, STEPS, chosen)]["parameters"]
@@ -235,10 +251,9 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
                 cell = f"{rate:g}: {statistics.mean(losses):.3f} ({statistics.stdev(losses):.3f})"
                 cells.append(f"**{cell}**" if rate == chosen else cell)
             ratio = f"{speeds[depth][arm]['ratio_quartiles'][1]:.2f}"
-            lines.append(f"| {label_of(depth)} | {label} | {parameters:,} | {ratio} | {', '.join(cells)} |")
-        twice = finals_of(found, depth)["double"]
-        cell = f"{statistics.mean(twice):.3f} ({statistics.stdev(twice):.3f})"
-        lines.append(f"| {label_of(depth)} | PreNorm, twice the steps | | | {cell} |")
+            of_rates = ", ".join(cells)
+            lines.append(f"| {label_of(depth)} | {label} | {parameters:,} | {ratio} | {of_rates} | {finals[arm]} |")
+        lines.append(f"| {label_of(depth)} | PreNorm, twice the steps | | | | {finals['double']} |")
     rows = comparisons(found, speeds)
     corrected = holm([stats.ttest_1samp(differences, 0).pvalue for differences in rows.values()])
     lines += ["", "## Differences", "", "| | depth | less PreNorm | by seed | mean [95 %] | p (Holm) |"]
