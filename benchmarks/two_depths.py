@@ -15,12 +15,11 @@ import time
 from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import matplotlib.pyplot as plt
 import torch
 import typer
-from click import Choice
 from rich.console import Console
 from scipy import stats
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
@@ -137,10 +136,7 @@ def train(run: Run, work: Path) -> dict[str, Any]:
 def run_all(
     work: Annotated[Path, typer.Option(help="Folder for windows.")] = Path("study-work"),
     results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
-    depth: Annotated[
-        str | None,
-        typer.Option(click_type=Choice(list(DEPTHS)), help="Only this one, for two processes side by side."),
-    ] = None,
+    depth: Annotated[Literal["deep", "wide"] | None, typer.Option(help="Only this one, for two processes.")] = None,
 ):
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
