@@ -63,6 +63,16 @@ class Window(OtherSources):
         return embedding, *others[-self.size :]
 
 
+class Without(OtherSources):
+    """Some sources, `left_out`, are never read."""
+
+    left_out: tuple[int, ...] = ()
+
+    @property
+    def sources(self) -> tuple[torch.Tensor, ...]:
+        return tuple(source for i, source in enumerate(super().sources) if i not in self.left_out)
+
+
 class NormedValues(OtherSources):
     """Values are normed as keys are, as in Inkling2."""
 
@@ -87,6 +97,7 @@ READS = {
     "raw_keys": RawKeys,
     "plain_final": PlainFinal,
     "window": Window,
+    "without": Without,
     "normed_values": NormedValues,
     "cumulative": Cumulative,
 }

@@ -3,14 +3,17 @@
 
     python benchmarks/weights_study.py run      # an hour on one thread; interrupted, it goes on
     python benchmarks/weights_study.py rates    # each at the rate of the others, for the likeness of outputs
+    python benchmarks/weights_study.py several  # several sublayers left out at once, a minute or two
     python benchmarks/weights_study.py report   # table.md and figures from what lies in benchmarks/weights_study
 
 What is measured, and how, was written down first: benchmarks/weights_study/protocol.md.
 """
 
 import json
+import random
 import statistics
 import time
+from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,6 +26,7 @@ from rich.progress import track
 from scipy import stats
 from transformers import AutoModelForCausalLM, TrainerCallback
 
+from attnres.benchmarks.ablations import with_read
 from attnres.benchmarks.depth import findings
 from attnres.benchmarks.read_study import SEEDS, STEPS, Run, holm, read_runs, train
 from attnres.benchmarks.study_arms import prepare, rows_of
@@ -42,6 +46,9 @@ STYLES = {"prenorm": (COLOURS[6], ":"), "blocks": (COLOURS[0], "-"), "full": (CO
 NUM_SITES = 25  # of 12 layers: two sublayers each, and the final norm
 EARLY = (50, 100, 200, 500)
 WINDOWS = 24
+COUNTS = (1, 2, 3, 4, 6, 8, 12)  # of sublayers that are left out at once
+ORDERS = {"read": "least read first", "cost": "cheapest first", "random": "at random"}
+RANDOM_DRAWS = 10
 PREDICTORS = {"weight": "weight", "contribution": "weight times size"}
 PATTERNS = {  # each 1 for a uniform read
     "newest": "weight of the newest source",
@@ -118,6 +125,39 @@ def left_out(model, windows: torch.Tensor) -> list[float]:
     return [mean_loss(dict.fromkeys(range(i + 1, NUM_SITES), i + 1)) - unchanged for i in sublayers]
 
 
+@torch.no_grad()
+def loss_without(model, windows: torch.Tensor, sublayers: list[int]) -> float:
+    """The mean loss of a Full model of which no site reads these, or of a PreNorm one to which they add nothing."""
+    with ExitStack() as undo, evaluation_mode(model):
+        if model.config.model_type == "attnres":
+            # The first source is the embedding
+            with_read(model, "without", left_out=tuple(i + 1 for i in sublayers))
+            undo.callback(delattr, model.base_model, "start_stream")
+        else:
+            modules = [part for layer in model.model.layers for part in (layer.self_attn, layer.mlp)]
+            for i in sublayers:
+                undo.enter_context(modules[i].register_forward_hook(write_nothing))
+        return summed_loss(model, windows, DepthRecorder(), NUM_SITES).item() / windows[:, 1:].numel()
+
+
+def write_nothing(module, args, output):
+    """In place of what attention, with its weights beside it, or an MLP writes."""
+    return (torch.zeros_like(output[0]), *output[1:]) if isinstance(output, tuple) else torch.zeros_like(output)
+
+
+def left_out_at_once(model, windows: torch.Tensor, orders: dict[str, list[list[int]]]) -> dict[str, list[float]]:
+    """By order, the rise of the loss without the first of its sublayers, by the entries of `COUNTS`.
+
+    An order is a list of draws, over which the rise is averaged.
+    """
+    unchanged, rises = loss_without(model, windows, []), {}
+    for name, draws in orders.items():
+        counts = track(COUNTS, description=f"Leaving several out, {name}")
+        losses = [statistics.mean(loss_without(model, windows, draw[:count]) for draw in draws) for count in counts]
+        rises[name] = [loss - unchanged for loss in losses]
+    return rises
+
+
 def analyse(arm: str, model, windows: torch.Tensor) -> dict[str, Any]:
     """The measures of a trained model."""
     with torch.no_grad():
@@ -167,10 +207,48 @@ def rates(
     _run(work, results / "other_rates", runs)
 
 
+@app.command()
+def several(
+    work: Annotated[Path, typer.Option(help="Folder for windows and models.")] = Path("study-work"),
+    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
+):
+    """Leave out several sublayers of the Full and PreNorm models that `run` and `rates` have trained."""
+    torch.set_num_threads(1)
+    prepare(work)
+    ids = held_out_windows(work)
+    for finished in sorted(results.glob("runs/*.json")) + sorted(results.glob("other_rates/*.json")):
+        result = json.loads(finished.read_text())
+        run = Run(**result["run"])
+        path = results / "several" / f"{run.arm}-lr{run.learning_rate:g}-seed{run.seed}.json"
+        if run.arm == "blocks" or path.exists():
+            continue
+        saved = work / "models" / finished.parent.name / run.name
+        if not saved.exists():
+            raise typer.BadParameter(
+                f"The model of {finished} is not in {saved}: delete the result and train it anew."
+            )
+        model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
+        draws, sublayers = random.Random(run.seed), list(range(NUM_SITES - 1))
+        costs = [loss_without(model, ids, [i]) for i in sublayers]
+        orders = {
+            "cost": [sorted(sublayers, key=costs.__getitem__)],
+            "random": [draws.sample(sublayers, len(sublayers)) for _ in range(RANDOM_DRAWS)],
+        }
+        if run.arm == "full":
+            orders["read"] = [sorted(sublayers, key=read_weights(result).__getitem__)]
+        rises = left_out_at_once(model, ids, orders)
+        write_file(path, json.dumps({"run": asdict(run), "orders": orders, "rises": rounded(rises)}) + "\n")
+        console.print(f"{path.stem}: {rounded(rises)}", highlight=False)
+
+
+def held_out_windows(work: Path) -> torch.Tensor:
+    return torch.stack([row["input_ids"] for row in rows_of(work, "library", "held_out", seed=0)[:WINDOWS]])
+
+
 def _run(work: Path, folder: Path, runs: list[Run]):
     torch.set_num_threads(1)
     prepare(work)
-    ids = torch.stack([row["input_ids"] for row in rows_of(work, "library", "held_out", seed=0)[:WINDOWS]])
+    ids = held_out_windows(work)
     for run in runs:
         path = folder / f"{run.name}.json"
         if path.exists():
@@ -311,14 +389,41 @@ def left_out_table(found: list[dict]) -> list[str]:
     return lines
 
 
+def read_several(results: Path) -> dict[str, list[dict]]:
+    """What was left out at once, by what a table calls the arm, and seed."""
+    found: dict[str, list[dict]] = {}
+    for path in sorted((results / "several").glob("*.json")):
+        result = json.loads(path.read_text())
+        arm, rate = result["run"]["arm"], result["run"]["learning_rate"]
+        label = LABELS[arm] if rate == RATES[arm] else f"{LABELS[arm]} at {rate:g}"
+        found.setdefault(label, []).append(result)
+    return found
+
+
+def several_table(found: list[dict], at_once: dict[str, list[dict]]) -> list[str]:
+    """Rises without several sublayers, and the sum of what each costs by itself in the order of the weights."""
+    costs = {r["run"]["seed"]: r["left_out"] for r in found}
+    columns = [
+        (label, order) for label, results in at_once.items() for order in ORDERS if order in results[0]["rises"]
+    ]
+    names = [f"{label}, {ORDERS[order]}" for label, order in columns]
+    lines = [f"| left out of {NUM_SITES - 1} | {' | '.join(names)} | Full, least read, the sum of each by itself |"]
+    lines += ["|---" * (2 + len(columns)) + "|"]
+    for i, count in enumerate(COUNTS):
+        cells = [in_words([r["rises"][order][i] for r in at_once[label]], 3) for label, order in columns]
+        sums = [sum(costs[r["run"]["seed"]][j] for j in r["orders"]["read"][0][:count]) for r in at_once["Full"]]
+        lines.append(f"| {count} | {' | '.join([*cells, in_words(sums, 3)])} |")
+    return lines
+
+
 # The figures
 
 
-def draw_band(axis, positions: list[float], rows: list[list[float]], arm: str, label: str):
+def draw_band(axis, positions: list[float], rows: list[list[float]], style: tuple[str, str], label: str):
     """Means over seeds, and their intervals as a band."""
-    colour, style = STYLES[arm]
+    colour, line = style
     means, lows, highs = zip(*(interval(list(values)) for values in zip(*rows)))
-    axis.plot(positions, means, style, color=colour, label=label)
+    axis.plot(positions, means, line, color=colour, label=label)
     axis.fill_between(positions, lows, highs, color=colour, alpha=0.15, linewidth=0)
 
 
@@ -343,9 +448,9 @@ def plot_likeness(by_arm: dict[str, list[dict]], stem: Path) -> list[Path]:
     for arm, found in by_arm.items():
         for axis, kind, title in zip(axes, (0, 1), ("attention", "MLP")):
             rows = [result["likeness"][kind::2] for result in found]
-            draw_band(axis, [i + 1.5 for i in range(len(rows[0]))], rows, arm, LABELS[arm])
+            draw_band(axis, [i + 1.5 for i in range(len(rows[0]))], rows, STYLES[arm], LABELS[arm])
             axis.set(title=f"outputs of {title} in neighbouring layers", xlabel="between layers", ylabel="cosine")
-        draw_band(axes[2], list(range(NUM_SITES)), [r["effective_rank"] for r in found], arm, LABELS[arm])
+        draw_band(axes[2], list(range(NUM_SITES)), [r["effective_rank"] for r in found], STYLES[arm], LABELS[arm])
     axes[2].set(title="what sublayers read", xlabel="site", ylabel="effective rank, of 64")
     axes[0].legend(frameon=False)
     return finish(figure, axes, stem)
@@ -358,7 +463,7 @@ def plot_patterns(by_arm: dict[str, list[dict]], stem: Path) -> list[Path]:
         for axis, (pattern, label) in zip(row, PATTERNS.items()):
             for arm in ("blocks", "full"):
                 rows = [[patterns_at(r, step)[kind][pattern] for step in steps] for r in by_arm[arm]]
-                draw_band(axis, steps, rows, arm, LABELS[arm])
+                draw_band(axis, steps, rows, STYLES[arm], LABELS[arm])
             axis.axhline(1, color=COLOURS[6], linewidth=0.7)
             of = "attention" if kind == "attention" else "MLPs"
             axis.set(title=f"{label}, reads of {of}", xlabel="step", xscale="log", xticks=steps)
@@ -370,16 +475,29 @@ def plot_patterns(by_arm: dict[str, list[dict]], stem: Path) -> list[Path]:
     return finish(figure, axes.flat, stem)
 
 
-def plot_left_out(found: list[dict], stem: Path) -> list[Path]:
-    figure, axis = plt.subplots(figsize=(6, 4.2))
+def plot_left_out(found: list[dict], at_once: dict[str, list[dict]], stem: Path) -> list[Path]:
+    figure, axes = plt.subplots(1, 2 if at_once else 1, figsize=(11 if at_once else 6, 4.2), squeeze=False)
+    axis = axes[0, 0]
     for kind, marker, label in ((0, "o", "attention"), (1, "x", "MLP")):
         points = [pair for r in found for pair in list(zip(read_weights(r), r["left_out"]))[kind::2]]
         filled = {"facecolors": "none"} if marker == "o" else {}
         axis.scatter(*zip(*points), marker=marker, s=22, color=COLOURS[kind], label=label, linewidths=0.9, **filled)
     axis.set(xlabel="sum of its weights over all later sites", ylabel="rise of the loss without it, nats")
+    if at_once:
+        # Not those at random, which cost ten times as much
+        for label, order, style in (
+            ("Full", "read", (COLOURS[1], "-")),
+            ("Full", "cost", (COLOURS[1], "--")),
+            ("PreNorm", "cost", (COLOURS[6], ":")),
+        ):
+            rows = [r["rises"][order] for r in at_once[label]]
+            draw_band(axes[0, 1], list(COUNTS), rows, style, f"{label}, {ORDERS[order]}")
+        axes[0, 1].set(xlabel=f"sublayers left out, of {NUM_SITES - 1}", ylabel="rise of the loss without them, nats")
+        axes[0, 1].set_ylim(bottom=0)
+        axes[0, 1].legend(frameon=False)
     axis.set_yscale("symlog", linthresh=1e-2)
     axis.legend(frameon=False)
-    return finish(figure, [axis], stem)
+    return finish(figure, axes.flat, stem)
 
 
 def finish(figure, axes, stem: Path) -> list[Path]:
@@ -405,6 +523,8 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
         "Are outputs more alike with depth?": likeness_table(by_arm, read_other_rates(results)),
         "Sublayers left out of Full": left_out_table(by_arm["full"]),
     }
+    if at_once := read_several(results):
+        sections["Several left out at once"] = several_table(by_arm["full"], at_once)
     lines = ["# What the weights over depth mean", ""]
     lines += [f"By the [protocol](protocol.md), seeds {seeds[0]} to {seeds[-1]}; in brackets 95 % intervals.", ""]
     lines += ["| | held-out loss |", "|---|---|"]
@@ -420,7 +540,7 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
         *plot_agreement(by_arm, results / "agreement"),
         *plot_patterns(by_arm, results / "patterns"),
         *plot_likeness(by_arm, results / "likeness"),
-        *plot_left_out(by_arm["full"], results / "left_out"),
+        *plot_left_out(by_arm["full"], at_once, results / "left_out"),
     ]
     console.print(*(f"Wrote {path}" for path in paths), sep="\n", highlight=False)
 

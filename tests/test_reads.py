@@ -548,7 +548,10 @@ def test_inspection_of_heads(tmp_path):
     assert len(excerpt.weights[5][0]) == 4
 
 
-@pytest.mark.parametrize("name", ["static", "raw_keys", "plain_final", "window", "normed_values", "cumulative"])
+ABLATIONS = ["static", "raw_keys", "plain_final", "window", "without", "normed_values", "cumulative"]
+
+
+@pytest.mark.parametrize("name", ABLATIONS)
 def test_ablations(name, input_ids):
     """The reads that are there to be compared with, against loops over the sources of the paper's own."""
     from attnres.benchmarks.ablations import READS, with_read
@@ -556,7 +559,7 @@ def test_ablations(name, input_ids):
     assert name in READS
     base_model = tiny_base_model("starcoder2", residual_dropout=0.0, embedding_dropout=0.0).double()
     model = converted(base_model, 2, {}, attn_res_norm_eps=0.03)
-    with_read(model, name, **({"size": 2} if name == "window" else {}))
+    with_read(model, name, **{"window": {"size": 2}, "without": {"left_out": (1,)}}.get(name, {}))
     with torch.no_grad():
         is_exact = relative(model(input_ids).logits, base_model(input_ids).logits) < 1e-14
     assert is_exact == (name in ("static", "raw_keys", "plain_final"))
@@ -572,7 +575,7 @@ def test_ablations(name, input_ids):
     query, key_norm = model.model.depth_queries.query[5], model.model.depth_queries.key_norm[5]
     sources = [embedding, outputs[0] + outputs[1], outputs[2] + outputs[3], outputs[4]]
     normed = [source / (source.square().mean(-1, keepdim=True) + 0.03).sqrt() for source in sources]
-    if name == "window":
+    if name in ("window", "without"):
         sources, normed = [sources[0], *sources[2:]], [normed[0], *normed[2:]]
     if name == "normed_values":  # keys are these, normed once more
         normed = [source / (source.square().mean(-1, keepdim=True) + 0.03).sqrt() for source in normed]

@@ -11,7 +11,17 @@ import typer
 
 from attnres.benchmarks import weights_study
 from attnres.benchmarks.read_study import STEPS, Run, make_model
-from attnres.benchmarks.weights_study import EARLY, NUM_SITES, RATES, agreement, half_of, left_out, likeness, report
+from attnres.benchmarks.weights_study import (
+    COUNTS,
+    EARLY,
+    NUM_SITES,
+    RATES,
+    agreement,
+    half_of,
+    left_out,
+    likeness,
+    report,
+)
 from attnres.depth_stream import DepthRecorder
 
 
@@ -66,6 +76,22 @@ def test_a_sublayer_is_left_out_everywhere():
         assert abs(model(IDS, labels=IDS).loss.item() - unchanged) > 1e-4
 
 
+@pytest.mark.parametrize("arm", ["prenorm", "full"])
+def test_several_sublayers_are_left_out(arm):
+    """They do not count any more, whatever they write; and one by itself costs what it costs elsewhere."""
+    model, several = with_queries(arm), [0, 3, 22]
+    unchanged, without = (weights_study.loss_without(model, IDS, of) for of in ([], several))
+    with torch.no_grad():
+        assert unchanged == pytest.approx(model(IDS, labels=IDS).loss.item(), abs=1e-5)
+    if arm == "full":
+        alone = weights_study.loss_without(model, IDS, [4]) - unchanged
+        assert alone == pytest.approx(left_out(model, IDS)[4], abs=1e-5)
+    for layer, part in ((0, "self_attn.o_proj"), (1, "mlp.down_proj"), (11, "self_attn.o_proj")):
+        model.model.layers[layer].get_submodule(part).weight.data.mul_(-3)
+    assert weights_study.loss_without(model, IDS, several) == pytest.approx(without, abs=1e-5)
+    assert abs(weights_study.loss_without(model, IDS, []) - unchanged) > 1e-4
+
+
 def test_likeness_and_rank():
     hidden = torch.randn(500, 8, generator=torch.Generator().manual_seed(0))
     other = torch.randn(500, 8, generator=torch.Generator().manual_seed(1))
@@ -106,8 +132,21 @@ def test_report(tmp_path):
             if arm == "full":
                 result["left_out"] = [noise.random() for _ in range(NUM_SITES - 1)]
             (tmp_path / f"runs/{run.name}.json").write_text(json.dumps(result))
+    (tmp_path / "several").mkdir()
+    for arm, orders in (("full", ("read", "cost", "random")), ("prenorm", ("cost", "random"))):
+        for seed in range(3):
+            rises = {order: [count / 10 + seed / 100 for count in COUNTS] for order in orders}
+            order = [[*reversed(range(NUM_SITES - 1))]]
+            result = {"run": asdict(Run(arm, seed, STEPS, RATES[arm])), "orders": {"read": order}, "rises": rises}
+            (tmp_path / f"several/{arm}-seed{seed}.json").write_text(json.dumps(result))
     report(tmp_path)
     table = (tmp_path / "table.md").read_text()
+    of_four = next(line for line in table.split("## Several")[1].splitlines() if line.startswith("| 4 |"))
+    of_full = [json.loads((tmp_path / f"runs/full-seed{seed}.json").read_text()) for seed in range(3)]
+    sums = [sum(result["left_out"][-4:]) for result in of_full]
+    assert of_four.split(" | ")[1].startswith("0.410 (") and of_four.split(" | ")[6].startswith(
+        f"{sum(sums) / 3:.3f} ("
+    )
     of_full = next(line for line in table.splitlines() if line.startswith("| Full | weight |"))
     assert of_full.split(" | ")[2].startswith(("0.98", "0.99", "1.00"))
     alike = next(line for line in table.split("## Are outputs")[1].splitlines() if line.startswith("| Full |"))
