@@ -21,6 +21,8 @@ REPORTS = {
     "read_study": ["read_study.py", "report"],
     "weights_study": ["weights_study.py", "report"],
     "retrofit": ["retrofit_study.py", "report"],
+    "recipe": ["recipe_study.py", "report"],
+    "two_depths": ["two_depths.py", "report"],
 }
 
 
@@ -69,6 +71,77 @@ def test_study_of_reads():
         row = rows_of("read_study", heading)["Full"]
         assert row[2] == in_words(losses["full"] - baseline, 4)
         assert row[1] == ", ".join(f"{d:+.3f}" for d in losses["full"] - baseline)
+
+
+def test_ablations():
+    losses = defaultdict(lambda: defaultdict(dict))
+    for result in runs_of("read_study") + runs_of("read_study", "other_rates"):
+        run = result["run"]
+        if run["seed"] < 3:
+            losses[run["arm"]][run["learning_rate"]][run["seed"]] = result["tuning_loss"], result["judging_loss"]
+    best = {}
+    for arm, rates in losses.items():
+        of = [np.array([seeds[s] for s in range(3)]).T for seeds in rates.values() if len(seeds) == 3]
+        best[arm] = min(of, key=lambda pair: pair[0].mean())[1]
+    table = rows_of("read_study", name="ablations.md")
+    for arm, label in {"blocks_of_2": "blocks of 2 sublayers", "static": "static weights", "full": "Full"}.items():
+        row = table[label]
+        assert row[3].startswith(in_words(best[arm] - best["prenorm"], 3))
+        assert row[4] == ", ".join(f"{d:+.3f}" for d in best[arm] - best["prenorm"])
+        assert row[5].startswith(in_words(best[arm] - best["blocks"], 3))
+
+
+def test_recipe():
+    judging, tuning = {}, {}
+    for result in runs_of("recipe"):
+        key = tuple(result["run"].values())
+        judging[key], tuning[key] = result["judging_loss"] - result["base_judging_loss"], result["tuning_loss"]
+
+    def of(width, mode, *fields, found=judging):
+        return np.array([found[(width, mode, seed, *fields)] for seed in range(3)])
+
+    for width, layers, size in ((48, 16, 4), (96, 8, 2), (192, 4, 2)):
+        rates = {run[4] for run in judging if run[0] == width and run[4] != "auto"}
+        means = {rate: of(width, "queries", size, rate, 0.0, found=tuning).mean() for rate in rates}
+        best = min(means, key=means.get)
+        auto, zero = of(width, "queries", size, "auto", 0.0), of(width, "lora", size, "auto", 0.0)
+        row = rows_of("recipe", "Rates of the queries alone")[f"{layers} layers of {width}"]
+        assert row[4].removesuffix(" |") == in_words(auto - of(width, "queries", size, best, 0.0), 4)
+        table = rows_of("recipe", f"Block sizes and starts: {layers} layers of {width}")
+        for label, differences in {
+            "queries alone, blocks of 1, less blocks of 8": of(width, "queries", 1, "auto", 0.0)
+            - of(width, "queries", 8, "auto", 0.0),
+            "queries from N(0, 0.2), less from zero": of(width, "lora", size, "auto", 0.2) - zero,
+            "LoRA and queries, less LoRA on PreNorm": zero - of(width, "lora_prenorm", 0, "auto", 0.0),
+        }.items():
+            assert table[label][3] == in_words(differences, 4)
+
+
+def test_two_depths():
+    losses = defaultdict(dict)
+    for result in runs_of("two_depths"):
+        depth, arm, seed, steps, rate = result["run"].values()
+        losses[depth, arm, steps, rate][seed] = result["tuning_loss"], result["judging_loss"]
+
+    def at_best_rate(depth, arm, steps=600):
+        rates = [key[3] for key in losses if key[:3] == (depth, arm, 600)]
+        rate = min(rates, key=lambda r: np.mean([losses[depth, arm, 600, r][seed][0] for seed in range(3)]))
+        return np.array([losses[depth, arm, steps, rate][seed][1] for seed in range(5)])
+
+    speeds = json.loads((BENCHMARKS / "two_depths/speed.json").read_text())
+    table = [line.split(" | ") for line in (BENCHMARKS / "two_depths/table.md").read_text().splitlines()]
+    means = {(row[0].strip("| "), *row[1:3]): row[4].strip("*") for row in table if len(row) == 6 and "[" in row[4]}
+    gains = {}
+    for depth in ("deep", "wide"):
+        once, twice = at_best_rate(depth, "prenorm"), at_best_rate(depth, "prenorm", 1200)
+        for arm, label in (("blocks", "6 blocks"), ("full", "Full")):
+            gains[depth, arm] = at_best_rate(depth, arm) - once
+            at_equal_time = once + math.log2(speeds[depth][arm]["ratio_quartiles"][1]) * (twice - once)
+            assert means["equal tokens", depth, label] == in_words(gains[depth, arm], 3)
+            assert means["equal time", depth, label] == in_words(at_best_rate(depth, arm) - at_equal_time, 3)
+    assert means["deep less wide", "both", "6 blocks"] == in_words(
+        gains["deep", "blocks"] - gains["wide", "blocks"], 3
+    )
 
 
 def test_ladder():
