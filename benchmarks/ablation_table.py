@@ -94,7 +94,7 @@ def plot(rows: dict[str, list[float]], stem: Path) -> list[Path]:
     axis.set(xlabel="loss less PreNorm's")
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25, axis="x")
-    axis.legend(frameon=False, loc="upper left", bbox_to_anchor=(1, 1))
+    axis.legend(frameon=False, loc="upper right")
     paths = write_figure(figure, stem)
     plt.close(figure)
     return paths

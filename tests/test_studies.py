@@ -84,7 +84,7 @@ def test_ablations():
         of = [np.array([seeds[s] for s in range(3)]).T for seeds in rates.values() if len(seeds) == 3]
         best[arm] = min(of, key=lambda pair: pair[0].mean())[1]
     table = rows_of("read_study", name="ablations.md")
-    for arm, label in {"blocks_of_2": "blocks of 2 sublayers", "static": "static weights", "full": "Full"}.items():
+    for arm, label in {"blocks_of_2": "blocks of 2 sublayers", "static": "8 blocks, static weights", "full": "Full"}.items():
         row = table[label]
         assert row[3].startswith(in_words(best[arm] - best["prenorm"], 3))
         assert row[4] == ", ".join(f"{d:+.3f}" for d in best[arm] - best["prenorm"])
