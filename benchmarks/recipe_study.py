@@ -263,10 +263,11 @@ def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
         size = BASES[width][1]
         measured = [found[Run(width, "queries", s, size)]["measured_rate"] for s in SEEDS]
         reached = of_seeds(found, "judging_loss", width, "queries", size)
-        label = "`auto`" if width == list(BASES)[-1] else None
+        label = "auto" if width == list(BASES)[-1] else None
         axis.scatter(measured, reached, marker="*", s=90, color=colour, edgecolors="black", zorder=3, label=label)
     axis.axhline(0, color=COLOURS[6], linewidth=0.7)
     axis.set(xlabel="peak rate of the queries", ylabel="held-out loss less the base's", xscale="log")
+    axis.set_ylim(-0.06, 0.06)  # what ruins a model lies above
     finish_axis(axis)
     axis.legend(frameon=False)
     paths = write_figure(figure, stem)
