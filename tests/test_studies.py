@@ -22,7 +22,6 @@ REPORTS = {
     "weights_study": ["weights_study.py", "report"],
     "retrofit": ["retrofit_study.py", "report"],
     "recipe": ["recipe_study.py", "report"],
-    "two_depths": ["two_depths.py", "report"],
 }
 
 
@@ -117,6 +116,7 @@ def test_recipe():
             assert table[label][3] == in_words(differences, 4)
 
 
+@pytest.mark.skipif(not (BENCHMARKS / "two_depths/table.md").exists(), reason="its runs are not complete")
 def test_two_depths():
     losses = defaultdict(dict)
     for result in runs_of("two_depths"):
