@@ -16,6 +16,7 @@ from scipy import stats
 from attnres.benchmarks.read_study import (
     ARMS,
     LATER_ARMS,
+    OTHER_RATES,
     RESULTS,
     SEEDS_OF_OTHER_RATES,
     TUNING_SEED,
@@ -49,6 +50,10 @@ console = Console()
 def chosen(results: Path) -> dict[str, tuple[float, list[float]]]:
     """By arm, the rate with the lowest mean loss on the tuning windows, and the judging losses of the seeds at it."""
     found = read_other_rates(results)
+    missing = [key for key in OTHER_RATES if not found.get(key, {}).keys() >= set(SEEDS)]
+    if missing:
+        names = ", ".join(f"{arm} at {rate:g}" for arm, rate in missing)
+        raise typer.BadParameter(f"Runs are missing, of {names}: `python benchmarks/read_study.py rates`.")
     for run, result in read_runs(results).items():
         if run.seed != TUNING_SEED:
             found.setdefault((run.arm, run.learning_rate), {})[run.seed] = result

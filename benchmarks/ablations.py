@@ -45,7 +45,8 @@ class RawKeys(OtherSources):
 
 
 class PlainFinal(OtherSources):
-    """The last read, in front of the final norm, has no query: it is the sum of all sources, as in PreNorm."""
+    """The last read, in front of the final norm, has no query: it is their mean, to
+    the norm the sum of PreNorm."""
 
     def _scores(self) -> list[torch.Tensor]:
         scores = super()._scores()

@@ -125,12 +125,15 @@ def prepare(work: Path):
     """The models, and the token ids of all that is trained on and judged by, under `work`."""
     if (work / "ready").exists():
         return
-    shutil.rmtree(work, ignore_errors=True)
-    work.mkdir(parents=True)
-    convert(packaged_model(), work / "attnres", num_blocks=NUM_BLOCKS)
-    convert(work / "attnres", work / "heads", num_heads=4)
-    revert(work / "attnres", work / "base", verify=False)
-    tokenizer = AutoTokenizer.from_pretrained(work / "base")
+    if work.exists() and any(work.iterdir()):
+        raise typer.BadParameter(f"{work} holds something else: give a new folder for models and windows.")
+    made = work.with_name(f"{work.name}.unfinished")
+    shutil.rmtree(made, ignore_errors=True)
+    made.mkdir(parents=True)
+    convert(packaged_model(), made / "attnres", num_blocks=NUM_BLOCKS)
+    convert(made / "attnres", made / "heads", num_heads=4)
+    revert(made / "attnres", made / "base", verify=False)
+    tokenizer = AutoTokenizer.from_pretrained(made / "base")
     generator = torch.Generator().manual_seed(0)
     counts = {"train": None, "tuning": TUNING_WINDOWS, "judging": JUDGING_WINDOWS, "old_text": JUDGING_WINDOWS}
     texts = new_text() | {"old_text": [row["text"] for row in installed.texts()["test"]]}
@@ -138,7 +141,7 @@ def prepare(work: Path):
     for part, count in counts.items():
         found = windows(tokenizer, texts[part], LENGTH)
         rows[part] = found[torch.randperm(len(found), generator=generator)[:count]]
-    model = AutoModelForCausalLM.from_pretrained(work / "base", dtype=torch.float32).eval()
+    model = AutoModelForCausalLM.from_pretrained(made / "base", dtype=torch.float32).eval()
     rows["chat"] = []
     for text in CHAT:
         ids = tokenizer.apply_chat_template(
@@ -159,8 +162,9 @@ def prepare(work: Path):
         + [right]
         for text, ends, right in questions()
     ]
-    torch.save(rows, work / "rows.pt")
-    (work / "ready").touch()
+    torch.save(rows, made / "rows.pt")
+    (made / "ready").touch()
+    made.rename(work)
 
 
 def questions() -> list[tuple[str, list[str], int]]:
@@ -266,6 +270,8 @@ def keep(
 ):
     """Train one of the runs again and keep the model."""
     torch.set_num_threads(1)
+    if seed not in SEEDS:
+        raise typer.BadParameter(f"Seed {seed} is not one of {SEEDS[0]} to {SEEDS[-1]}.")
     of_study = [(run, result) for run, result in read_runs(results).items() if (run.arm, run.seed) == (arm, seed)]
     if not of_study:
         raise typer.BadParameter(f"There is no run of `{arm}` with seed {seed} in {results}.")

@@ -1,6 +1,9 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Sweeps of learning rates that go on beyond their list while the best rate is at an end of it."""
 
+import math
+
+
 # By so many steps of the factor
 MOST_BEYOND = 6
 
@@ -16,6 +19,7 @@ def next_rate(losses: dict[float, float], rates: tuple[float, ...], factor: floa
     Raises:
         ValueError: if the sweep has gone far beyond the list.
     """
+    losses = {rate: math.inf if math.isnan(loss) else loss for rate, loss in losses.items()}  # it has diverged
     missing = [rate for rate in rates if rate not in losses]
     if missing:
         return missing[0]

@@ -63,3 +63,10 @@ def test_text_is_held_out_by_file():
     parts = retrofit_study.new_text()
     assert all(parts.values()) and not set(parts["train"]) & {*parts["tuning"], *parts["judging"]}
     assert len(parts["train"]) > 5 * (len(parts["tuning"]) + len(parts["judging"]))
+
+
+def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    with pytest.raises(typer.BadParameter, match="holds something else: give a new folder"):
+        retrofit_study.prepare(tmp_path)
+    assert (tmp_path / "thesis.tex").exists()

@@ -95,6 +95,7 @@ def test_a_sweep_goes_on_beyond_its_ends():
     assert next_rate({1: 3.0, 2: 2.0}, (1, 2)) == 4 and next_rate({1: 2.0, 2: 3.0}, (1, 2)) == 0.5
     assert next_rate({1: 3.0, 2: 2.0, 4: 2.5}, (1, 2)) is None
     assert next_rate({1: math.inf, 2: math.inf}, (1, 2)) == 0.5  # all have diverged
+    assert next_rate({1: math.nan, 2: 3.0, 4: 4.0}, (1, 2)) is None
     assert next_rate({1e-5: 3.0, 3e-5: 2.0}, (1e-5, 3e-5), factor=3.0) == 9e-5
     with pytest.raises(ValueError, match="finds no best one between others .*: begin with other `rates`"):
         next_rate({2.0**i: math.inf for i in range(-6, 2)}, (1, 2))

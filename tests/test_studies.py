@@ -11,6 +11,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import typer
+
+from attnres.benchmarks import ablation_table
 
 
 ROOT = Path(__file__).parents[1]
@@ -83,11 +86,25 @@ def test_ablations():
         of = [np.array([seeds[s] for s in range(3)]).T for seeds in rates.values() if len(seeds) == 3]
         best[arm] = min(of, key=lambda pair: pair[0].mean())[1]
     table = rows_of("read_study", name="ablations.md")
-    for arm, label in {"blocks_of_2": "blocks of 2 sublayers", "static": "8 blocks, static weights", "full": "Full"}.items():
+    for arm, label in {
+        "blocks_of_2": "blocks of 2 sublayers",
+        "static": "8 blocks, static weights",
+        "full": "Full",
+    }.items():
         row = table[label]
         assert row[3].startswith(in_words(best[arm] - best["prenorm"], 3))
         assert row[4] == ", ".join(f"{d:+.3f}" for d in best[arm] - best["prenorm"])
         assert row[5].startswith(in_words(best[arm] - best["blocks"], 3))
+
+
+def test_the_table_of_ablations_is_that_of_the_runs(tmp_path):
+    for folder in ("runs", "other_rates"):
+        shutil.copytree(BENCHMARKS / "read_study" / folder, tmp_path / folder)
+    ablation_table.main(tmp_path)
+    assert (tmp_path / "ablations.md").read_text() == (BENCHMARKS / "read_study/ablations.md").read_text()
+    (tmp_path / "other_rates/prenorm-lr0.004-seed2.json").unlink()
+    with pytest.raises(typer.BadParameter, match="Runs are missing, of prenorm at 0.004"):
+        ablation_table.main(tmp_path)
 
 
 def test_recipe():

@@ -2,6 +2,7 @@
 """The study of two depths: which run comes next, and what its table says. Nothing is trained here."""
 
 import json
+import math
 import random
 import statistics
 from dataclasses import asdict
@@ -61,7 +62,7 @@ def test_report(runs, tmp_path):
         (tmp_path / f"runs/{run.name}.json").write_text(json.dumps(result))
     with pytest.raises(typer.BadParameter, match="go on with `run`, and then `speed`"):
         report(tmp_path)
-    speeds = {depth: {arm: {"ratio_quartiles": [2.0, 2.0, 2.0]} for arm in ARMS} for depth in DEPTHS}
+    speeds = {depth: {arm: {"ratio_quartiles": [1.4, 1.5, 1.6]} for arm in ARMS} for depth in DEPTHS}
     (tmp_path / "speed.json").write_text(json.dumps(speeds))
     report(tmp_path)
     rows = [line.split(" | ") for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")]
@@ -80,10 +81,10 @@ def test_report(runs, tmp_path):
         ]
 
     for depth in DEPTHS:
-        equal_tokens = statistics.mean(judging(depth, "blocks")) - statistics.mean(judging(depth, "prenorm"))
-        # Twice the time of a step is twice the steps
+        blocks, once = (statistics.mean(judging(depth, arm)) for arm in ("blocks", "prenorm"))
         twice = statistics.mean(judging(depth, "prenorm", 2 * STEPS))
-        equal_time = statistics.mean(judging(depth, "blocks")) - twice
+        equal_tokens = blocks - once
+        equal_time = blocks - (once + math.log(1.5, 2) * (twice - once))
         assert f"{equal_tokens:+.3f} [" in means["equal tokens", depth, "6 blocks"]
         assert f"{equal_time:+.3f} [" in means["equal time", depth, "6 blocks"]
     assert means["deep less wide", "both", "6 blocks"].startswith("**-0.1")
