@@ -45,8 +45,7 @@ class RawKeys(OtherSources):
 
 
 class PlainFinal(OtherSources):
-    """The last read, in front of the final norm, has no query: it is their mean, to
-    the norm the sum of PreNorm."""
+    """The last read, in front of the final norm, has no query: it is the mean of all sources."""
 
     def _scores(self) -> list[torch.Tensor]:
         scores = super()._scores()

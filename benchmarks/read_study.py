@@ -26,7 +26,17 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.benchmarks.ablations import with_read
-from attnres.benchmarks.study_arms import BATCH, NUM_BLOCKS, SHAPE, TRAINING, prepare, rows_of, training_step
+from attnres.benchmarks.study_arms import (
+    BATCH,
+    NUM_BLOCKS,
+    SHAPE,
+    TRAINING,
+    Results,
+    Work,
+    prepare,
+    rows_of,
+    training_step,
+)
 from attnres.benchmarks.sweep import next_rate
 from attnres.benchmarks.twin import alternate
 from attnres.outputs import write_file
@@ -117,19 +127,27 @@ def tuning_run(arm: str, learning_rate: float) -> Run:
     return Run(arm, TUNING_SEED, TUNING_STEPS, learning_rate)
 
 
+def steps_of(arm: str) -> int:
+    return 2 * STEPS if arm == "prenorm_double" else STEPS
+
+
+def swept(arm: str) -> str:
+    """The arm whose rates are those of this one."""
+    return "prenorm" if arm == "prenorm_double" else arm
+
+
 def next_run(found: dict[Run, dict]) -> Run | None:
     """First all sweeps, and then all arms seed by seed; `None` when everything has a result."""
     rates = {}
     for arm in ARMS:
-        swept = "prenorm" if arm == "prenorm_double" else arm
-        losses = tuning_losses(found, swept)
+        losses = tuning_losses(found, swept(arm))
         rate = next_rate(losses, GRID)
         if rate is not None:
-            return tuning_run(swept, rate)
+            return tuning_run(swept(arm), rate)
         rates[arm] = min(losses, key=losses.__getitem__)
     for seed in SEEDS:
         for arm, rate in rates.items():
-            run = Run(arm, seed, 2 * STEPS if arm == "prenorm_double" else STEPS, rate)
+            run = Run(arm, seed, steps_of(arm), rate)
             if run not in found:
                 return run
     return None
@@ -201,17 +219,10 @@ def train(run: Run, work: Path, callbacks=(), save_to: Path | None = None) -> di
 
 
 @app.command("run")
-def run_all(
-    work: Annotated[Path, typer.Option(help="Folder for windows.")] = Path("study-work"),
-    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
-):
+def run_all(work: Work = Path("study-work"), results: Results = RESULTS):
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
-    manifest = prepare(work)
-    if (results / "manifest.json").exists() and json.loads((results / "manifest.json").read_text()) != manifest:
-        raise typer.BadParameter(
-            f"The text in {work} is not the one of the results in {results}: use the versions of constraints.txt."
-        )
+    manifest = prepare(work, results / "manifest.json")
     write_file(results / "manifest.json", json.dumps(manifest, indent=1) + "\n")
     while run := next_run(read_runs(results)):
         result = train(run, work)
@@ -222,13 +233,10 @@ def run_all(
 
 
 @app.command()
-def rates(
-    work: Annotated[Path, typer.Option(help="Folder for windows.")] = Path("study-work"),
-    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
-):
+def rates(work: Work = Path("study-work"), results: Results = RESULTS):
     """Train in full at rates that the sweeps did not choose: is the comparison one of rates?"""
     torch.set_num_threads(1)
-    prepare(work)
+    prepare(work, results / "manifest.json")
     for seed in SEEDS_OF_OTHER_RATES:
         for arm, rate in OTHER_RATES:
             path = results / "other_rates" / f"{arm}-lr{rate:g}-seed{seed}.json"
@@ -250,7 +258,7 @@ def read_other_rates(results: Path) -> dict[tuple[str, float], dict[int, dict]]:
 
 @app.command()
 def speed(
-    results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
+    results: Results = RESULTS,
     pairs: Annotated[int, typer.Option(help="Alternating steps of each model.")] = 25,
 ):
     """Seconds of a training step, all arms in turn in one process on one thread."""
@@ -275,6 +283,15 @@ def holm(p_values: list[float]) -> list[float]:
         largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
         corrected[i] = largest
     return corrected
+
+
+def at_equal_time(once: list[float], twice: list[float], ratio: float) -> list[float]:
+    """What a baseline reaches in the time of an arm whose step takes `ratio` times as long.
+
+    Between what it has after as many steps and after twice as many, linearly in the logarithm of the steps.
+    """
+    share = math.log2(ratio)
+    return [(1 - share) * a + share * b for a, b in zip(once, twice)]
 
 
 def table_of(rows: dict[str, list[float]]) -> list[str]:
@@ -302,10 +319,16 @@ def detectable(rows: dict[str, list[float]]) -> float:
 
 
 @app.command()
-def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
+def report(results: Results = RESULTS):
     """Write table.md anew, from the results alone."""
     found = read_runs(results)
-    finals = {(run.arm, run.seed): result["judging_loss"] for run, result in found.items() if run.seed != TUNING_SEED}
+    finals = {}
+    for arm in ARMS:
+        tried = tuning_losses(found, swept(arm))
+        if tried:
+            rate = min(tried, key=tried.__getitem__)
+            runs = [Run(arm, seed, steps_of(arm), rate) for seed in SEEDS]
+            finals |= {(arm, run.seed): found[run]["judging_loss"] for run in runs if run in found}
     seeds = [seed for seed in SEEDS if all((arm, seed) in finals for arm in ARMS)]
     if len(seeds) < 3:
         raise typer.BadParameter(f"{len(seeds)} seeds have all arms, and three are needed: go on with `run`.")
@@ -322,9 +345,8 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
         speeds = json.loads((results / "speed.json").read_text())
         tables["Equal time, against PreNorm"] = {}
         for arm in others:
-            share = math.log2(speeds[arm]["ratio_quartiles"][1])
-            pairs = zip(losses["prenorm"], losses["prenorm_double"])
-            baseline = [(1 - share) * once + share * double for once, double in pairs]
+            ratio = speeds[arm]["ratio_quartiles"][1]
+            baseline = at_equal_time(losses["prenorm"], losses["prenorm_double"], ratio)
             tables["Equal time, against PreNorm"][arm] = less(arm, baseline)
     lines = [
         "# Reads over depth, from scratch",
@@ -360,8 +382,8 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
         lines.append(f"Before correction, a difference of {detectable(rows):.3f} is found with probability 0.8.")
     lines += ["", "## Tuning loss by learning rate", "", "| | learning rate: loss |", "|---|---|"]
     for arm, label in ARMS.items():
-        swept = tuning_losses(found, arm)
-        lines += [f"| {label} | {', '.join(f'{rate:g}: {loss:.3f}' for rate, loss in swept.items())} |"] * bool(swept)
+        tried = tuning_losses(found, arm)
+        lines += [f"| {label} | {', '.join(f'{rate:g}: {loss:.3f}' for rate, loss in tried.items())} |"] * bool(tried)
     write_file(results / "table.md", "\n".join(lines) + "\n")
     console.print(f"Wrote {results / 'table.md'}", highlight=False)
 

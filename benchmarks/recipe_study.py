@@ -12,7 +12,7 @@ import statistics
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -23,9 +23,10 @@ from scipy import stats
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 
 from attnres import AttnResForCausalLM
+from attnres.benchmarks.read_study import RESULTS as READ_STUDY
 from attnres.benchmarks.read_study import Run as TrainingRun
 from attnres.benchmarks.read_study import detectable, holm, read_runs, trained
-from attnres.benchmarks.study_arms import BATCH, LORA_RANK, SHAPE, TRAINING, prepare, rows_of
+from attnres.benchmarks.study_arms import BATCH, LORA_RANK, SHAPE, TRAINING, Results, Work, prepare, rows_of
 from attnres.benchmarks.sweep import next_rate
 from attnres.conversion import convert
 from attnres.outputs import COLOURS, finish_axis, write_figure, write_file
@@ -146,7 +147,9 @@ def make_model(run: Run, work: Path):
     model = AttnResForCausalLM.from_pretrained(folder, dtype=torch.float32)
     set_seed(run.seed)
     if run.start:
-        torch.nn.init.normal_(model.model.depth_queries.query, std=run.start)
+        # Of a generator of their own, so that LoRA's matrices are the same with all starts
+        generator = torch.Generator().manual_seed(run.seed)
+        torch.nn.init.normal_(model.model.depth_queries.query, std=run.start, generator=generator)
     return get_peft_model(model, queries_config() if run.mode == "queries" else lora_config(**LORA_SHAPE))
 
 
@@ -190,13 +193,10 @@ def base_losses(width: int, work: Path) -> dict[str, float]:
 
 
 @app.command("run")
-def run_all(
-    work: Annotated[Path, typer.Option(help="Folder for windows and models.")] = Path("study-work"),
-    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
-):
+def run_all(work: Work = Path("study-work"), results: Results = RESULTS):
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
-    prepare(work)
+    prepare(work, READ_STUDY / "manifest.json")
     while run := next_run(read_runs(results, Run)):
         result = train(run, work)
         write_file(results / "runs" / f"{run.name}.json", json.dumps(result) + "\n")
@@ -276,7 +276,7 @@ def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
 
 
 @app.command()
-def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
+def report(results: Results = RESULTS):
     """Write table.md and the figure anew, from the results alone."""
     found = read_runs(results, Run)
     if next_run(found) is not None:

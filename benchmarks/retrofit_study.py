@@ -10,7 +10,6 @@ What is compared, and how, was written down first: benchmarks/retrofit/protocol.
 """
 
 import json
-import math
 import shutil
 import statistics
 import time
@@ -28,7 +27,7 @@ from rich.console import Console
 from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from attnres.benchmarks.read_study import SEEDS, TUNING_SEED, Run, detectable, holm, read_runs, trained
+from attnres.benchmarks.read_study import SEEDS, TUNING_SEED, Run, at_equal_time, detectable, holm, read_runs, trained
 from attnres.benchmarks.real import PACKAGE, packaged_model
 from attnres.benchmarks.real_prompts import CHAT
 from attnres.benchmarks.sweep import next_rate
@@ -325,11 +324,9 @@ def differences(
             found[metric, arm, "equal tokens"] = [a - b for a, b in pairs]
             if f"{other}_double" not in ARMS or arm not in speeds:
                 continue
-            share = math.log2(speeds[arm]["ratio_quartiles"][1])
-            at_equal_time = [
-                (1 - share) * finals[other, s][metric] + share * finals[f"{other}_double", s][metric] for s in seeds
-            ]
-            found[metric, arm, "equal time"] = [a - b for (a, _), b in zip(pairs, at_equal_time)]
+            twice = [finals[f"{other}_double", s][metric] for s in seeds]
+            longer = at_equal_time([once for _, once in pairs], twice, speeds[arm]["ratio_quartiles"][1])
+            found[metric, arm, "equal time"] = [a - b for (a, _), b in zip(pairs, longer)]
     return found
 
 

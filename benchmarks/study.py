@@ -120,7 +120,7 @@ def run_all(
     only: Annotated[str, typer.Option(help="Only runs with this in their name.")] = "",
 ):
     """Train what has no result yet."""
-    manifest = prepare(work)
+    manifest = prepare(work, results / "manifest.json")
     save(manifest, results / "manifest.json")
     todo = [run for run in all_runs() if only in run.name]
     made = {run.name for run in all_runs() if (work / run.name / "config.json").exists()}

@@ -10,8 +10,10 @@ from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
+from typing import Annotated
 
 import torch
+import typer
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
@@ -58,6 +60,9 @@ QUERY_LEARNING_RATE, QUERIES_ALONE_LEARNING_RATE = 3e-3, 1e-2
 SWEEP = (1e-3, 3e-3, 1e-2, 3e-2, 1e-1)
 LORA_RANK = 8
 RECENCY_BIAS = 3.0
+# Options of the studies' commands
+Work = Annotated[Path, typer.Option(help="Folder for windows and models.")]
+Results = Annotated[Path, typer.Option(help="Folder with the figures of every run.")]
 console = Console()
 
 
@@ -121,8 +126,22 @@ def sources() -> dict[str, list[tuple[str, Path]]]:
     }
 
 
-def prepare(work: Path) -> dict:
-    """Tokenizer and windows of both corpora under `work`, and what they were made of."""
+def prepare(work: Path, manifest: Path | None = None) -> dict:
+    """Tokenizer and windows of both corpora under `work`, and what they were made of.
+
+    Args:
+        manifest: what earlier results were made of, if there are any.
+
+    Raises:
+        typer.BadParameter: if that is another text.
+    """
+    made_of = _make_windows(work)
+    if manifest is not None and manifest.exists() and json.loads(manifest.read_text()) != made_of:
+        raise typer.BadParameter(f"The text in {work} is not that of {manifest}: use the versions of constraints.txt.")
+    return made_of
+
+
+def _make_windows(work: Path) -> dict:
     if (work / "manifest.json").exists():
         return json.loads((work / "manifest.json").read_text())
     work.mkdir(parents=True, exist_ok=True)

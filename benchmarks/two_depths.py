@@ -9,7 +9,6 @@ What is compared, and how, was written down first: benchmarks/two_depths/protoco
 """
 
 import json
-import math
 import statistics
 import time
 from collections.abc import Iterable
@@ -26,8 +25,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.benchmarks.read_study import RESULTS as READ_STUDY
-from attnres.benchmarks.read_study import detectable, holm, read_runs, trained
-from attnres.benchmarks.study_arms import BATCH, SHAPE, TRAINING, prepare, rows_of, training_step
+from attnres.benchmarks.read_study import at_equal_time, detectable, holm, read_runs, trained
+from attnres.benchmarks.study_arms import BATCH, SHAPE, TRAINING, Results, Work, prepare, rows_of, training_step
 from attnres.benchmarks.sweep import next_rate
 from attnres.benchmarks.twin import alternate
 from attnres.outputs import COLOURS, finish_axis, write_figure, write_file
@@ -134,14 +133,13 @@ def train(run: Run, work: Path) -> dict[str, Any]:
 
 @app.command("run")
 def run_all(
-    work: Annotated[Path, typer.Option(help="Folder for windows.")] = Path("study-work"),
-    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
+    work: Work = Path("study-work"),
+    results: Results = RESULTS,
     depth: Annotated[Literal["deep", "wide"] | None, typer.Option(help="Only this one, for two processes.")] = None,
 ):
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
-    if prepare(work) != json.loads((READ_STUDY / "manifest.json").read_text()):
-        raise typer.BadParameter(f"The text in {work} is another: use the versions of constraints.txt.")
+    prepare(work, READ_STUDY / "manifest.json")
     while run := next_run(read_runs(results, Run), DEPTHS if depth is None else [depth]):
         result = train(run, work)
         write_file(results / "runs" / f"{run.name}.json", json.dumps(result) + "\n")
@@ -152,7 +150,7 @@ def run_all(
 
 @app.command()
 def speed(
-    results: Annotated[Path, typer.Option(help="Folder for the figures.")] = RESULTS,
+    results: Results = RESULTS,
     pairs: Annotated[int, typer.Option(help="Alternating steps of each model.")] = 25,
 ):
     """Seconds of a training step, all arms of a depth in turn in one process on one thread."""
@@ -186,11 +184,9 @@ def comparisons(found: dict[Run, dict[str, Any]], speeds: dict[str, Any]) -> dic
     for depth in DEPTHS:
         finals = finals_of(found, depth)
         for arm in FIELDS:
-            share = math.log2(speeds[depth][arm]["ratio_quartiles"][1])
-            at_equal_time = [
-                (1 - share) * once + share * twice for once, twice in zip(finals["prenorm"], finals["double"])
-            ]
-            baselines = {"equal tokens": finals["prenorm"], "equal time": at_equal_time}
+            ratio = speeds[depth][arm]["ratio_quartiles"][1]
+            longer = at_equal_time(finals["prenorm"], finals["double"], ratio)
+            baselines = {"equal tokens": finals["prenorm"], "equal time": longer}
             for kind, baseline in baselines.items():
                 rows[kind, depth, arm] = [loss - other for loss, other in zip(finals[arm], baseline)]
     deep, wide = DEPTHS
@@ -223,7 +219,7 @@ def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
 
 
 @app.command()
-def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
+def report(results: Results = RESULTS):
     """Write table.md and the figure anew, from the results alone."""
     found = read_runs(results, Run)
     if next_run(found) is not None or not (results / "speed.json").exists():

@@ -16,7 +16,7 @@ import time
 from contextlib import ExitStack
 from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
 import matplotlib.pyplot as plt
 import torch
@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from attnres.benchmarks.ablations import with_read
 from attnres.benchmarks.depth import findings
+from attnres.benchmarks.read_study import RESULTS as READ_STUDY
 from attnres.benchmarks.read_study import SEEDS, STEPS, Run, holm, read_runs, train
-from attnres.benchmarks.study_arms import prepare, rows_of
+from attnres.benchmarks.study_arms import Results, Work, prepare, rows_of
 from attnres.depth_attention import mix_and_norm
 from attnres.depth_stream import DepthRecorder
 from attnres.inspection import ablate, measure
@@ -188,33 +189,24 @@ def rounded(figures: Any) -> Any:
 
 
 @app.command("run")
-def run_all(
-    work: Annotated[Path, typer.Option(help="Folder for windows and models.")] = Path("study-work"),
-    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
-):
+def run_all(work: Work = Path("study-work"), results: Results = RESULTS):
     """Train and measure what has no result yet, on one thread."""
     _run(work, results / "runs", [Run(arm, seed, STEPS, rate) for seed in SEEDS for arm, rate in RATES.items()])
     console.print(f"All runs are in {results}/runs; `python benchmarks/weights_study.py report` makes the table.")
 
 
 @app.command()
-def rates(
-    work: Annotated[Path, typer.Option(help="Folder for windows and models.")] = Path("study-work"),
-    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
-):
+def rates(work: Work = Path("study-work"), results: Results = RESULTS):
     """Train and measure at other rates: is likeness a matter of these?"""
     runs = [Run(arm, seed, STEPS, rate) for seed in SEEDS_OF_OTHER_RATES for arm, rate in OTHER_RATES.items()]
     _run(work, results / "other_rates", runs)
 
 
 @app.command()
-def several(
-    work: Annotated[Path, typer.Option(help="Folder for windows and models.")] = Path("study-work"),
-    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
-):
+def several(work: Work = Path("study-work"), results: Results = RESULTS):
     """Leave out several sublayers of the Full and PreNorm models that `run` and `rates` have trained."""
     torch.set_num_threads(1)
-    prepare(work)
+    prepare(work, READ_STUDY / "manifest.json")
     ids = held_out_windows(work)
     for finished in sorted(results.glob("runs/*.json")) + sorted(results.glob("other_rates/*.json")):
         result = json.loads(finished.read_text())
@@ -247,7 +239,7 @@ def held_out_windows(work: Path) -> torch.Tensor:
 
 def _run(work: Path, folder: Path, runs: list[Run]):
     torch.set_num_threads(1)
-    prepare(work)
+    prepare(work, READ_STUDY / "manifest.json")
     ids = held_out_windows(work)
     for run in runs:
         path = folder / f"{run.name}.json"
@@ -510,7 +502,7 @@ def finish(figure, axes, stem: Path) -> list[Path]:
 
 
 @app.command()
-def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
+def report(results: Results = RESULTS):
     """Write table.md and the figures anew, from the results alone."""
     found = {(run.arm, run.seed): result for run, result in read_runs(results).items()}
     seeds = [seed for seed in SEEDS if all((arm, seed) in found for arm in RATES)]

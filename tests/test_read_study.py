@@ -20,6 +20,7 @@ from attnres.benchmarks.read_study import (
     holm,
     make_model,
     next_run,
+    steps_of,
     tuning_run,
 )
 from attnres.benchmarks.sweep import next_rate
@@ -60,7 +61,7 @@ def test_the_table(tmp_path):
     noise = random.Random(0)
     for seed in (*SEEDS, TUNING_SEED):
         for arm in ARMS:
-            run = tuning_run(arm, 4e-3) if seed == TUNING_SEED else Run(arm, seed, 1000, 4e-3)
+            run = tuning_run(arm, 4e-3) if seed == TUNING_SEED else Run(arm, seed, steps_of(arm), 4e-3)
             loss = 4 + seed / 100 + SHIFTS.get(arm, 0) + noise.gauss(0, 0.004)
             result = {"run": asdict(run), "tuning_loss": loss, "judging_loss": loss, "parameters": 10}
             (tmp_path / "runs").mkdir(exist_ok=True)
@@ -73,6 +74,14 @@ def test_the_table(tmp_path):
     assert "**-" in rows["8 blocks"] and "**+" in rows["Full"] and "**" not in rows["8 blocks, sigmoid"]
     (blocks,) = (line for line in equal_time.splitlines() if line.startswith("| 8 blocks |") and "[" in line)
     assert "-0.05" in blocks or "-0.04" in blocks  # twice the time is twice the tokens
+    # At another rate than the sweep's, a seed does not count
+    for seed in (0, 1):
+        path = tmp_path / f"runs/blocks-seed{seed}.json"
+        result = json.loads(path.read_text())
+        result["run"]["learning_rate"] = 2e-3
+        path.write_text(json.dumps(result))
+        assert CliRunner().invoke(app, ["report", "--results", str(tmp_path)]).exit_code == 0
+        assert f"seeds {seed + 1} to {SEEDS[-1]}." in (tmp_path / "table.md").read_text()
 
 
 def test_holm():

@@ -7,9 +7,12 @@ import random
 from dataclasses import asdict
 
 import pytest
+import torch
 import typer
+from tiny_models import tiny_base_model
 
-from attnres.benchmarks.recipe_study import AUTO, BASES, RATES, SEEDS, Run, block_sizes, next_run, report
+from attnres.benchmarks import recipe_study
+from attnres.benchmarks.recipe_study import AUTO, BASES, RATES, SEEDS, Run, block_sizes, make_model, next_run, report
 
 
 @pytest.fixture(scope="module")
@@ -41,6 +44,25 @@ def test_a_sweep_goes_on_beyond_its_end():
         loss = 4 - run.query_rate if run.query_rate <= 0.3 else 5
         found[run] = {"tuning_loss": loss, "base_tuning_loss": 4}
     assert [run.query_rate for run in found][-3:] == [0.9] * 3 and run.width == 48
+
+
+def test_starts_differ_in_the_queries_alone(monkeypatch, tmp_path):
+    """LoRA's matrices are those of the seed, whatever queries start from."""
+    tiny_base_model("qwen3").save_pretrained(tmp_path / "base")
+    monkeypatch.setattr(recipe_study, "make_base", lambda width, work: tmp_path / "base")
+
+    def parameters(seed, start):
+        model = make_model(Run(96, "lora", seed, 2, AUTO, start), tmp_path)
+        queries, lora = {}, {}
+        for name, parameter in model.named_parameters():
+            if parameter.requires_grad:
+                (queries if "depth_queries" in name else lora)[name] = parameter
+        return torch.cat([p.flatten() for n, p in queries.items() if n.endswith("query")]), lora
+
+    (zero, lora), (small, same), (_, other) = parameters(1, 0.0), parameters(1, 0.2), parameters(2, 0.2)
+    assert not zero.any() and small.std().item() == pytest.approx(0.2, rel=0.2)
+    assert lora and all(lora[name].equal(same[name]) for name in lora)
+    assert not all(lora[name].equal(other[name]) for name in lora)
 
 
 def test_report(runs, tmp_path):

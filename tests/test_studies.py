@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tables of our studies say is computed again from the raw results, in another way."""
 
+import itertools
 import json
 import math
 import shutil
@@ -8,12 +9,13 @@ import subprocess
 import sys
 from collections import defaultdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import typer
 
-from attnres.benchmarks import ablation_table
+from attnres.benchmarks import ablation_table, read_study, study_arms, two_depths
 
 
 ROOT = Path(__file__).parents[1]
@@ -43,6 +45,59 @@ def in_words(values, digits: int, sign: str = "+") -> str:
     """Mean and interval, as the tables of studies of reads and of retrofits have them."""
     mean, side = np.mean(values), QUANTILE[len(values) - 1] * np.std(values, ddof=1) / len(values) ** 0.5
     return f"{mean:{sign}.{digits}f} [{mean - side:{sign}.{digits}f}, {mean + side:{sign}.{digits}f}]"
+
+
+def test_text(monkeypatch, tmp_path):
+    """Windows that choose, that judge and that are learned from are different ones; another text is refused."""
+    files = [(f"{i}.py", path) for i, path in enumerate(sorted(BENCHMARKS.glob("*.py")))]
+    monkeypatch.setattr(study_arms, "sources", lambda: {"library": files, "packages": files})
+    monkeypatch.setattr(study_arms, "HELD_OUT_WINDOWS", 10)
+    manifest = study_arms.prepare(tmp_path / "work")
+    windows = [
+        {tuple(row["input_ids"].tolist()) for row in study_arms.rows_of(tmp_path / "work", "library", split)}
+        for split in ("train", "tuning", "held_out")
+    ]
+    assert [len(of) for of in windows[1:]] == [10, 10] and len(windows[0]) > 100
+    assert not any(a & b for a, b in itertools.combinations(windows, 2))
+    earlier = tmp_path / "manifest.json"
+    earlier.write_text(json.dumps(manifest))
+    assert study_arms.prepare(tmp_path / "work", earlier) == manifest
+    manifest["library"]["sha256"] = "0"
+    earlier.write_text(json.dumps(manifest))
+    with pytest.raises(typer.BadParameter, match="is not that of .*: use the versions of constraints.txt"):
+        study_arms.prepare(tmp_path / "work", earlier)
+
+
+@pytest.mark.parametrize(
+    "study, run, other",
+    [
+        (read_study, read_study.Run("blocks", 1, 20, 4e-3), read_study.Run("prenorm", 1, 20, 4e-3)),
+        (two_depths, two_depths.Run("wide", "full", 1, 20, 8e-3), two_depths.Run("wide", "prenorm", 1, 20, 8e-3)),
+    ],
+    ids=["reads", "two depths"],
+)
+def test_what_a_run_learns_from(study, run, other, monkeypatch):
+    """Arms of a seed see the same windows; queries do not decay; and what chooses is not what judges."""
+    calls = []
+
+    def trained(model, rows, run, work, callbacks=(), **fields):
+        calls.append((rows, fields))
+        evaluate = lambda rows: {"eval_loss": {"tuning": 1.0, "held_out": 2.0}[rows[1]]}  # noqa: E731
+        return SimpleNamespace(evaluate=evaluate, state=SimpleNamespace(log_history=[]))
+
+    monkeypatch.setattr(study, "trained", trained)
+    monkeypatch.setattr(study, "rows_of", lambda work, corpus, split, seed=None: (corpus, split, seed))
+    results = [study.train(of, Path()) for of in (run, other)]
+    assert [(r["tuning_loss"], r["judging_loss"]) for r in results] == [(1.0, 2.0)] * 2
+    (rows, fields), (other_rows, other_fields) = calls
+    assert rows == other_rows == ("library", "train", 1) and fields == other_fields
+    assert fields["query_weight_decay"] == 0 and fields["query_learning_rate"] == run.learning_rate
+
+
+def test_equal_time():
+    """As long as twice the steps, as long as once, and at the square root of two half way between."""
+    for ratio, loss in ((2.0, 3.0), (1.0, 4.0), (math.sqrt(2), 3.5)):
+        assert read_study.at_equal_time([4.0], [3.0], ratio) == pytest.approx([loss])
 
 
 @pytest.mark.slow
