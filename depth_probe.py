@@ -159,19 +159,6 @@ class FirstOfAll(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-class DrawnOnce(TorchDispatchMode):
-    """Initial values without numbers are never out of bounds: initialisers would draw again while any is.
-
-    In place of transformers' `no_init_weights`, which holds for all threads: a model that another one makes meanwhile
-    would be left without its initial values.
-    """
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if function is torch.ops.aten.any.default:
-            return torch.tensor(False)
-        return function(*args, **(kwargs or {}))
-
-
 class MadeOf(TorchDispatchMode):
     """Knows which tensors are made of a first one. What has only its shape is not.
 
@@ -239,9 +226,13 @@ def run_probe(base_config: PreTrainedConfig) -> Probe:
     step = "no model can be made of its config"
     try:
         # Whatever is on around it: weights may be being loaded, or a model run
-        with torch.device("cpu"), fake, torch.inference_mode(False), torch.no_grad():
-            with DrawnOnce():
+        with torch.inference_mode(False), torch.no_grad():
+            # There no initial values are given. transformers replaces `torch.nn.init` for that, for all threads, and
+            # of two that do so at a time the second puts back what the first has put there
+            with torch.device("meta"):
                 model = MODEL_MAPPING[type(base_config)](base_config).eval()
+        with torch.device("cpu"), fake, torch.inference_mode(False), torch.no_grad():
+            model.to_empty(device="cpu")
             if hasattr(model, "encoder") and hasattr(model, "decoder"):
                 raise RefusedBase(base_config, "it has an encoder beside its decoder")
             probe = Probe(layers=list(decoder_layers(model)), config=base_config)

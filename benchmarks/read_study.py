@@ -38,7 +38,7 @@ from attnres.benchmarks.study_arms import (
     training_step,
 )
 from attnres.benchmarks.sweep import next_rate
-from attnres.benchmarks.twin import alternate
+from attnres.benchmarks.twin import alternate, machine
 from attnres.outputs import write_file
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
 
@@ -215,6 +215,7 @@ def train(run: Run, work: Path, callbacks=(), save_to: Path | None = None) -> di
         "parameters": sum(p.numel() for p in model.parameters()),
         "train_loss": {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry},
         "seconds": time.time() - start,
+        "machine": machine("cpu"),
     }
 
 

@@ -28,6 +28,7 @@ from attnres.benchmarks.read_study import Run as TrainingRun
 from attnres.benchmarks.read_study import detectable, holm, read_runs, trained
 from attnres.benchmarks.study_arms import BATCH, LORA_RANK, SHAPE, TRAINING, Results, Work, prepare, rows_of
 from attnres.benchmarks.sweep import next_rate
+from attnres.benchmarks.twin import machine
 from attnres.conversion import convert
 from attnres.outputs import COLOURS, finish_axis, write_figure, write_file
 from attnres.training.adapters import lora_config, queries_config
@@ -174,6 +175,7 @@ def train(run: Run, work: Path) -> dict[str, Any]:
         **base_losses(run.width, work),
         "measured_rate": measured[0] if fields["query_learning_rate"] == AUTO else None,
         "seconds": time.time() - start,
+        "machine": machine("cpu"),
     }
 
 

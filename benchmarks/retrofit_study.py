@@ -9,6 +9,7 @@
 What is compared, and how, was written down first: benchmarks/retrofit/protocol.md.
 """
 
+import hashlib
 import json
 import shutil
 import statistics
@@ -30,8 +31,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 from attnres.benchmarks.read_study import SEEDS, TUNING_SEED, Run, at_equal_time, detectable, holm, read_runs, trained
 from attnres.benchmarks.real import PACKAGE, packaged_model
 from attnres.benchmarks.real_prompts import CHAT
+from attnres.benchmarks.study_arms import check_text
 from attnres.benchmarks.sweep import next_rate
-from attnres.benchmarks.twin import alternate
+from attnres.benchmarks.twin import alternate, machine
 from attnres.conversion import convert, revert
 from attnres.demo import windows
 from attnres.eval.tasks import installed
@@ -43,6 +45,7 @@ RESULTS = Path(__file__).parent / "retrofit"
 STEPS, BATCH, LENGTH = 40, 2, 128
 TUNING_WINDOWS, JUDGING_WINDOWS, QUESTIONS, ANSWER_TOKENS = 24, 48, 100, 48
 NUM_BLOCKS, LORA_RANK, QUERY_RATE = 8, 8, 2e-4
+TEXTS = ("train", "tuning", "judging", "old_text")
 ARMS = {
     "base": "as it is",
     "full_prenorm": "all weights, PreNorm",
@@ -119,9 +122,22 @@ def new_text() -> dict[str, list[str]]:
     return parts
 
 
+def prepare(work: Path, results: Path):
+    """The models, and the token ids of all that is trained on and judged by, under `work`.
+
+    Raises:
+        typer.BadParameter: if the texts are not those that the results were made of.
+    """
+    _make_rows(work)
+    rows = torch.load(work / "rows.pt")
+    # The base's own answers are those of a kind of CPU, and the questions are made of the same packages as the texts
+    made_of = {part: hashlib.sha256(rows[part].numpy().tobytes()).hexdigest() for part in TEXTS}
+    check_text(made_of, results / "manifest.json", work)
+    write_file(results / "manifest.json", json.dumps(made_of, indent=1) + "\n")
+
+
 @torch.no_grad()
-def prepare(work: Path):
-    """The models, and the token ids of all that is trained on and judged by, under `work`."""
+def _make_rows(work: Path):
     if (work / "ready").exists():
         return
     if work.exists() and any(work.iterdir()):
@@ -240,6 +256,7 @@ def train(run: Run, work: Path, save_to: Path | None = None) -> dict[str, Any]:
         "train_loss": log,
         "trained_parameters": sum(p.numel() for p in model.parameters() if p.requires_grad) if run.steps else 0,
         "seconds": time.time() - start,
+        "machine": machine("cpu"),
     }
 
 
@@ -250,7 +267,7 @@ def run_all(
 ):
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
-    prepare(work)
+    prepare(work, results)
     while run := next_run(read_runs(results)):
         result = train(run, work)
         write_file(results / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
@@ -274,7 +291,7 @@ def keep(
     of_study = [(run, result) for run, result in read_runs(results).items() if (run.arm, run.seed) == (arm, seed)]
     if not of_study:
         raise typer.BadParameter(f"There is no run of `{arm}` with seed {seed} in {results}.")
-    prepare(work)
+    prepare(work, results)
     ((run, before),) = of_study
     result = train(run, work, save_to=folder)
     console.print(f"{folder}: loss on new text {result['judging']:.4f}, in the study {before['judging']:.4f}")
@@ -288,7 +305,7 @@ def speed(
 ):
     """Seconds of a training step of the arms that are compared at equal time, in turn, on one thread."""
     torch.set_num_threads(1)
-    prepare(work)
+    prepare(work, results)
     ids = torch.load(work / "rows.pt")["train"][:BATCH]
     arms = [arm for pair in (("full_prenorm", "full"), ("lora_prenorm", "lora")) for arm in pair]
 

@@ -136,9 +136,15 @@ def prepare(work: Path, manifest: Path | None = None) -> dict:
         typer.BadParameter: if that is another text.
     """
     made_of = _make_windows(work)
-    if manifest is not None and manifest.exists() and json.loads(manifest.read_text()) != made_of:
-        raise typer.BadParameter(f"The text in {work} is not that of {manifest}: use the versions of constraints.txt.")
+    if manifest is not None:
+        check_text(made_of, manifest, work)
     return made_of
+
+
+def check_text(made_of: dict, manifest: Path, work: Path):
+    """Refuse the text in `work` if earlier results, whose `manifest` there may be, were made of another."""
+    if manifest.exists() and json.loads(manifest.read_text()) != made_of:
+        raise typer.BadParameter(f"The text in {work} is not that of {manifest}: use the versions of constraints.txt.")
 
 
 def _make_windows(work: Path) -> dict:

@@ -28,7 +28,7 @@ from attnres.benchmarks.read_study import RESULTS as READ_STUDY
 from attnres.benchmarks.read_study import at_equal_time, detectable, holm, read_runs, trained
 from attnres.benchmarks.study_arms import BATCH, SHAPE, TRAINING, Results, Work, prepare, rows_of, training_step
 from attnres.benchmarks.sweep import next_rate
-from attnres.benchmarks.twin import alternate
+from attnres.benchmarks.twin import alternate, machine
 from attnres.outputs import COLOURS, finish_axis, write_figure, write_file
 
 
@@ -128,6 +128,7 @@ def train(run: Run, work: Path) -> dict[str, Any]:
         "parameters": sum(p.numel() for p in model.parameters()),
         "train_loss": {entry["step"]: entry["loss"] for entry in trainer.state.log_history if "loss" in entry},
         "seconds": time.time() - start,
+        "machine": machine("cpu"),
     }
 
 

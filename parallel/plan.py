@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from attnres.base_classes import DepthReader
 from attnres.configuration_attnres import AttnResConfig
 from attnres.depth_pipeline import count_tensors
-from attnres.depth_probe import DrawnOnce, FirstOfAll, decoder_layers, probe_slices
+from attnres.depth_probe import FirstOfAll, decoder_layers, probe_slices
 from attnres.depth_queries import AttnResDepthQueries
 from attnres.families import read_decoder_config
 from attnres.modeling_attnres import AttnResForCausalLM
@@ -215,14 +215,10 @@ ALL_MASK_ATTENTION_FUNCTIONS.register("attnres_plan", _mask)
 
 
 def empty_model(config: AttnResConfig, dtype: torch.dtype) -> AttnResForCausalLM:
-    """A model without memory for its weights, to be used in a `FakeTensorMode`."""
-    with DrawnOnce():
+    """A model on the device "meta", without memory for its weights."""
+    with torch.device("meta"):
         # A model writes into its config
         return AttnResForCausalLM._from_config(copy.deepcopy(config), dtype=dtype)
-
-
-def fake_mode() -> FakeTensorMode:
-    return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
 
 
 def parameters(config: AttnResConfig, tp: int = 1, copies: bool = False) -> list[int]:
@@ -233,8 +229,7 @@ def parameters(config: AttnResConfig, tp: int = 1, copies: bool = False) -> list
     Args:
         copies: whether a head that shares the embedding has its own, as in a pipeline.
     """
-    with fake_mode():
-        model = empty_model(config, torch.float32)
+    model = empty_model(config, torch.float32)
     plan = {name: style for name, style in (model.tp_plan or {}).items() if tp > 1}
     trunk = model.trunk
     layers = decoder_layers(trunk)
@@ -298,8 +293,9 @@ def activation_bytes(config: AttnResConfig, layout: Layout) -> list[int] | None:
     alive: list[torch.Tensor] = []
     shape = layout.microbatch_size, layout.sequence_length
     try:
-        with fake_mode(), torch.device("cpu"):
-            model = empty_model(config, getattr(torch, layout.dtype)).train()
+        model = empty_model(config, getattr(torch, layout.dtype)).train()
+        with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.device("cpu"):
+            model.to_empty(device="cpu").tie_weights()
             if model.config._attn_implementation == "sdpa":
                 model.config._attn_implementation = "attnres_plan"
             if layout.gradient_checkpointing:

@@ -9,11 +9,19 @@ import threading
 import pytest
 import torch
 from rounding import UpToRounding
-from tiny_models import convert, randomize_queries, reference_hidden_states, tiny_base_config, tiny_base_model
-from transformers import DynamicCache, LlamaForCausalLM
+from tiny_models import (
+    FAMILIES,
+    convert,
+    randomize_queries,
+    reference_hidden_states,
+    tiny_base_config,
+    tiny_base_model,
+)
+from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.depth_probe import run_probe
 
 
 LOST = "its LlamaDecoderLayer does more to the residual stream than to add outputs to it and to read it"
@@ -218,6 +226,7 @@ def test_several_bases_in_threads(input_ids):
 
 def test_a_model_made_while_another_thread_makes_a_config():
     """The run without weights is of its own thread: what another one makes has its initial values and ties."""
+    of_torch = torch.nn.init.normal_
     config = tiny_base_config("llama", tie_word_embeddings=True, initializer_range=0.02)
     done = threading.Event()
 
@@ -235,6 +244,19 @@ def test_a_model_made_while_another_thread_makes_a_config():
     finally:
         done.set()
         thread.join()
+    assert torch.nn.init.normal_ is of_torch
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_config_is_made_without_initial_values(family, monkeypatch):
+    """transformers replaces `torch.nn.init` while it gives them, and two threads that do so leave it replaced.
+
+    From then on `torch.nn.init.normal_` of a loaded parameter would do nothing.
+    """
+    replaced = []
+    monkeypatch.setattr(PreTrainedModel, "initialize_weights", lambda self: replaced.append(type(self)))
+    run_probe(tiny_base_config(family))
+    assert not replaced
 
 
 def test_one_model_in_several_threads(input_ids):

@@ -6,6 +6,7 @@ import random
 from dataclasses import asdict
 
 import pytest
+import torch
 import typer
 
 from attnres.benchmarks import retrofit_study
@@ -68,5 +69,20 @@ def test_text_is_held_out_by_file():
 def test_a_folder_that_holds_something_else_is_left_alone(tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     with pytest.raises(typer.BadParameter, match="holds something else: give a new folder"):
-        retrofit_study.prepare(tmp_path)
+        retrofit_study.prepare(tmp_path, tmp_path)
     assert (tmp_path / "thesis.tex").exists()
+
+
+def test_another_text_is_refused(tmp_path):
+    work, results = tmp_path / "work", tmp_path / "results"
+    for folder in (work, results):
+        folder.mkdir()
+    (work / "ready").touch()
+    rows = {part: torch.arange(256).view(2, 128) for part in ("train", "tuning", "judging", "old_text")}
+    torch.save(rows, work / "rows.pt")
+    for _ in range(2):  # the second time it is compared
+        retrofit_study.prepare(work, results)
+    rows["judging"][1, 7] += 1
+    torch.save(rows, work / "rows.pt")
+    with pytest.raises(typer.BadParameter, match="is not that of .*: use the versions of constraints.txt"):
+        retrofit_study.prepare(work, results)

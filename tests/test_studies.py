@@ -89,6 +89,7 @@ def test_what_a_run_learns_from(study, run, other, monkeypatch):
     monkeypatch.setattr(study, "rows_of", lambda work, corpus, split, seed=None: (corpus, split, seed))
     results = [study.train(of, Path()) for of in (run, other)]
     assert [(r["tuning_loss"], r["judging_loss"]) for r in results] == [(1.0, 2.0)] * 2
+    assert all(r["machine"]["processor"] and r["machine"]["versions"] for r in results)
     (rows, fields), (other_rows, other_fields) = calls
     assert rows == other_rows == ("library", "train", 1) and fields == other_fields
     assert fields["query_weight_decay"] == 0 and fields["query_learning_rate"] == run.learning_rate
