@@ -11,8 +11,8 @@ from typing import Annotated
 import matplotlib.pyplot as plt
 import typer
 from rich.console import Console
-from scipy import stats
 
+from attnres.benchmarks.paired import bold_if_certain, corrected_p, in_words, side
 from attnres.benchmarks.read_study import (
     ARMS,
     LATER_ARMS,
@@ -20,7 +20,6 @@ from attnres.benchmarks.read_study import (
     RESULTS,
     SEEDS_OF_OTHER_RATES,
     TUNING_SEED,
-    holm,
     read_other_rates,
     read_runs,
 )
@@ -76,13 +75,10 @@ def differences(losses: dict[str, list[float]], baseline: str) -> dict[str, list
 
 def cells_of(rows: dict[str, list[float]]) -> dict[str, str]:
     """Mean, interval and corrected p of each row."""
-    corrected = holm([stats.ttest_1samp(of, 0).pvalue for of in rows.values()])
-    cells = {}
-    for (arm, of), p in zip(rows.items(), corrected):
-        low, high = stats.ttest_1samp(of, 0).confidence_interval()
-        mean = f"{statistics.mean(of):+.3f} [{low:+.3f}, {high:+.3f}]"
-        cells[arm] = f"{f'**{mean}**' if p < 0.05 else mean} ({p:.2f})"
-    return cells
+    corrected = corrected_p(rows)
+    return {
+        arm: f"{bold_if_certain(in_words(of, 3), corrected[arm])} ({corrected[arm]:.2f})" for arm, of in rows.items()
+    }
 
 
 def plot(rows: dict[str, list[float]], stem: Path) -> list[Path]:
@@ -90,7 +86,7 @@ def plot(rows: dict[str, list[float]], stem: Path) -> list[Path]:
     order = sorted(rows, key=lambda arm: statistics.mean(rows[arm]), reverse=True)
     figure, axis = plt.subplots(figsize=(8, 0.36 * len(order) + 1.2))
     means = [statistics.mean(rows[arm]) for arm in order]
-    sides = [stats.t.ppf(0.975, len(rows[arm]) - 1) * stats.sem(rows[arm]) for arm in order]
+    sides = [side(rows[arm]) for arm in order]
     axis.errorbar(means, range(len(order)), xerr=sides, fmt="o", color=COLOURS[0], capsize=3, label="ours, 95 %")
     published = [(PAPER[arm], i) for i, arm in enumerate(order) if arm in PAPER]
     axis.scatter(*zip(*published), marker="x", color=COLOURS[6], label="the paper's, 436M parameters", zorder=3)

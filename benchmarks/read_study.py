@@ -10,7 +10,6 @@ What is compared, and how, was written down first: benchmarks/read_study/protoco
 """
 
 import json
-import math
 import platform
 import statistics
 import time
@@ -21,11 +20,11 @@ from typing import Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from scipy import stats
 from transformers import AutoModelForCausalLM, set_seed
 
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.benchmarks.ablations import with_read
+from attnres.benchmarks.paired import at_equal_time, bold_if_certain, corrected_p, detectable, in_words
 from attnres.benchmarks.study_arms import (
     BATCH,
     NUM_BLOCKS,
@@ -277,46 +276,15 @@ def speed(
     console.print(figures)
 
 
-def holm(p_values: list[float]) -> list[float]:
-    """Corrected for their number, in the order given."""
-    corrected, largest = [0.0] * len(p_values), 0.0
-    for rank, i in enumerate(sorted(range(len(p_values)), key=p_values.__getitem__)):
-        largest = max(largest, min(1.0, (len(p_values) - rank) * p_values[i]))
-        corrected[i] = largest
-    return corrected
-
-
-def at_equal_time(once: list[float], twice: list[float], ratio: float) -> list[float]:
-    """What a baseline reaches in the time of an arm whose step takes `ratio` times as long.
-
-    Between what it has after as many steps and after twice as many, linearly in the logarithm of the steps.
-    """
-    share = math.log2(ratio)
-    return [(1 - share) * a + share * b for a, b in zip(once, twice)]
-
-
 def table_of(rows: dict[str, list[float]]) -> list[str]:
     """Differences of paired losses, by arm; p corrected over all of them."""
-    corrected = holm([stats.ttest_1samp(differences, 0).pvalue for differences in rows.values()])
+    corrected = corrected_p(rows)
     lines = ["| | by seed | mean [95 %] | p (Holm) |", "|---|---|---|---|"]
-    for (arm, differences), p in zip(rows.items(), corrected):
-        interval = stats.ttest_1samp(differences, 0).confidence_interval()
+    for arm, differences in rows.items():
         by_seed = ", ".join(f"{d:+.3f}" for d in differences)
-        mean = f"{statistics.mean(differences):+.4f} [{interval[0]:+.4f}, {interval[1]:+.4f}]"
-        lines.append(f"| {ARMS[arm]} | {by_seed} | {f'**{mean}**' if p < 0.05 else mean} | {p:.3f} |")
+        mean = bold_if_certain(in_words(differences, 4), corrected[arm])
+        lines.append(f"| {ARMS[arm]} | {by_seed} | {mean} | {corrected[arm]:.3f} |")
     return lines
-
-
-def detectable(rows: dict[str, list[float]]) -> float:
-    """The difference that a paired t test at 0.05 finds with probability 0.8, by the median spread of the rows."""
-    number = len(next(iter(rows.values())))
-    spread = statistics.median(statistics.stdev(differences) for differences in rows.values())
-    critical = stats.t.ppf(0.975, number - 1)
-    shifts = [i / 100 for i in range(2000)]
-    found = (
-        s for s in shifts if stats.nct.sf(critical, number - 1, s) + stats.nct.cdf(-critical, number - 1, s) >= 0.8
-    )
-    return next(found) * spread / math.sqrt(number)
 
 
 @app.command()
@@ -373,11 +341,8 @@ def report(results: Results = RESULTS):
         lines += ["", "## 8 blocks against PreNorm at other rates than that of its sweep, equal tokens", ""]
         lines += ["| learning rate of PreNorm | by seed | mean [95 %] |", "|---|---|---|"]
         for rate, of_seeds in others_of_prenorm.items():
-            interval = stats.ttest_1samp(of_seeds, 0).confidence_interval()
             by_seed = ", ".join(f"{d:+.3f}" for d in of_seeds)
-            lines.append(
-                f"| {rate:g} | {by_seed} | {statistics.mean(of_seeds):+.4f} [{interval[0]:+.4f}, {interval[1]:+.4f}] |"
-            )
+            lines.append(f"| {rate:g} | {by_seed} | {in_words(of_seeds, 4)} |")
     for title, rows in tables.items():
         lines += ["", f"## {title}", "", *table_of(rows), ""]
         lines.append(f"Before correction, a difference of {detectable(rows):.3f} is found with probability 0.8.")

@@ -19,13 +19,13 @@ import torch
 import typer
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from scipy import stats
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 
 from attnres import AttnResForCausalLM
+from attnres.benchmarks.paired import bold_if_certain, corrected_p, detectable, in_words, side
 from attnres.benchmarks.read_study import RESULTS as READ_STUDY
 from attnres.benchmarks.read_study import Run as TrainingRun
-from attnres.benchmarks.read_study import detectable, holm, read_runs, trained
+from attnres.benchmarks.read_study import read_runs, trained
 from attnres.benchmarks.study_arms import BATCH, LORA_RANK, SHAPE, TRAINING, Results, Work, prepare, rows_of
 from attnres.benchmarks.sweep import next_rate
 from attnres.benchmarks.twin import machine
@@ -211,12 +211,6 @@ def label_of(width: int) -> str:
     return f"{BASES[width][0]} layers of {width}"
 
 
-def in_words(values: list[float]) -> str:
-    """Mean and 95 % interval."""
-    low, high = stats.ttest_1samp(values, 0).confidence_interval()
-    return f"{statistics.mean(values):+.4f} [{low:+.4f}, {high:+.4f}]"
-
-
 def rates_table(found: dict[Run, dict[str, Any]]) -> list[str]:
     lines = ["| base | by constant rate, mean | `auto` measured | `auto` | less the best constant rate |"]
     lines += ["|---|---|---|---|---|"]
@@ -229,7 +223,7 @@ def rates_table(found: dict[Run, dict[str, Any]]) -> list[str]:
         measured = ", ".join(f"{found[Run(width, 'queries', s, size)]['measured_rate']:g}" for s in SEEDS)
         auto = of_seeds(found, "judging_loss", width, "queries", size)
         regret = [a - b for a, b in zip(auto, judging[best])]
-        row = [label_of(width), ", ".join(cells), measured, f"{statistics.mean(auto):+.4f}", in_words(regret)]
+        row = [label_of(width), ", ".join(cells), measured, f"{statistics.mean(auto):+.4f}", in_words(regret, 4)]
         lines.append(f"| {' | '.join(row)} |")
     return lines
 
@@ -260,7 +254,7 @@ def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
     for width, (style, colour) in STYLES.items():
         by_rate = losses_by_rate(found, width, "judging_loss")
         means = [statistics.mean(of) for of in by_rate.values()]
-        sides = [stats.t.ppf(0.975, len(of) - 1) * stats.sem(of) for of in by_rate.values()]
+        sides = [side(of) for of in by_rate.values()]
         axis.errorbar(list(by_rate), means, sides, fmt=style, color=colour, capsize=3, label=label_of(width))
         size = BASES[width][1]
         measured = [found[Run(width, "queries", s, size)]["measured_rate"] for s in SEEDS]
@@ -288,15 +282,16 @@ def report(results: Results = RESULTS):
     lines += ["## Rates of the queries alone", "", *rates_table(found)]
     for width in BASES:
         rows = differences(found, width)
-        corrected = holm([stats.ttest_1samp(of, 0).pvalue for _, of in rows.values()])
+        paired = {label: of for label, (_, of) in rows.items()}
+        corrected = corrected_p(paired)
         lines += ["", f"## Block sizes and starts: {label_of(width)}", ""]
         lines += ["| | change | difference by seed | mean [95 %] | p (Holm) |", "|---|---|---|---|---|"]
-        for (label, (changes, of)), p in zip(rows.items(), corrected):
+        for label, (changes, of) in rows.items():
+            p = corrected[label]
             by_seed = ", ".join(f"{d:+.4f}" for d in of)
-            words = f"**{in_words(of)}**" if p < 0.05 else in_words(of)
+            words = bold_if_certain(in_words(of, 4), p)
             lines.append(f"| {label} | {statistics.mean(changes):+.4f} | {by_seed} | {words} | {p:.3f} |")
-        found_with = detectable({label: of for label, (_, of) in rows.items()})
-        lines += ["", f"Before correction, a difference of {found_with:.4f} is found with probability 0.8."]
+        lines += ["", f"Before correction, a difference of {detectable(paired):.4f} is found with probability 0.8."]
     write_file(results / "table.md", "\n".join(lines) + "\n")
     paths = [results / "table.md", *plot_rates(found, results / "rates")]
     console.print(*(f"Wrote {path}" for path in paths), sep="\n", highlight=False)

@@ -25,10 +25,10 @@ import torch
 import typer
 from peft import LoraConfig, get_peft_model
 from rich.console import Console
-from scipy import stats
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from attnres.benchmarks.read_study import SEEDS, TUNING_SEED, Run, at_equal_time, detectable, holm, read_runs, trained
+from attnres.benchmarks.paired import at_equal_time, bold_if_certain, corrected_p, detectable, in_words, side
+from attnres.benchmarks.read_study import SEEDS, TUNING_SEED, Run, read_runs, trained
 from attnres.benchmarks.real import PACKAGE, packaged_model
 from attnres.benchmarks.real_prompts import CHAT
 from attnres.benchmarks.study_arms import check_text
@@ -365,7 +365,7 @@ def plot_retention(finals: dict[tuple[str, int], dict[str, Any]], seeds: list[in
             marker, colour = MARKERS[arm.removesuffix("_double").removesuffix("_prenorm")]
             changes = [[finals[arm, s][m] - finals["base", 0][m] for s in seeds] for m in ("judging", metric)]
             means = [statistics.mean(of) for of in changes]
-            sides = [stats.t.ppf(0.975, len(seeds) - 1) * stats.sem(of) for of in changes]
+            sides = [side(of) for of in changes]
             fill = "white" if "_prenorm" in arm else colour
             style = {"fmt": marker, "color": colour, "markerfacecolor": fill, "elinewidth": 1, "capsize": 2}
             size = 10 if arm.endswith("_double") else 6
@@ -411,8 +411,7 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
         )
     rows = differences(finals, seeds, speeds)
     constant = {key for key, values in rows.items() if max(values) == min(values)}
-    tested = [key for key in rows if key not in constant]
-    corrected = dict(zip(tested, holm([stats.ttest_1samp(rows[key], 0).pvalue for key in tested])))
+    corrected = corrected_p({key: values for key, values in rows.items() if key not in constant})
     for metric, label in METRICS.items():
         lines += [
             "",
@@ -428,9 +427,8 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
             if (metric, arm, kind) in constant:
                 lines.append(f"| {ARMS[arm]} | {ARMS[BESIDE[arm]]} | {kind} | {by_seed} | the same in every seed | |")
                 continue
-            low, high = stats.ttest_1samp(values, 0).confidence_interval()
-            p, mean = corrected[metric, arm, kind], f"{statistics.mean(values):+.4f} [{low:+.4f}, {high:+.4f}]"
-            mean = f"**{mean}**" if p < 0.05 else mean
+            p = corrected[metric, arm, kind]
+            mean = bold_if_certain(in_words(values, 4), p)
             lines.append(f"| {ARMS[arm]} | {ARMS[BESIDE[arm]]} | {kind} | {by_seed} | {mean} | {p:.3f} |")
         spread = {
             arm: v for (of_metric, arm, kind), v in rows.items() if of_metric == metric and kind == "equal tokens"

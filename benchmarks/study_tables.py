@@ -6,8 +6,8 @@ import statistics
 from pathlib import Path
 
 import matplotlib.pyplot as plt
-from scipy import stats
 
+from attnres.benchmarks.paired import in_words
 from attnres.benchmarks.study_arms import (
     BATCH,
     HELD_OUT_WINDOWS,
@@ -65,12 +65,7 @@ def table_of(found, stage: str, arms: list[str]) -> str:
         differences = [last_loss(run) - last_loss(baseline[seed]) for seed, run in runs.items() if seed in baseline]
         cells = ["", ""]
         if arm != arms[0] and len(differences) > 1:
-            interval = stats.ttest_1samp(differences, 0).confidence_interval()
-            mean = statistics.mean(differences)
-            cells = [
-                ", ".join(f"{d:+.4f}" for d in differences),
-                f"{mean:+.4f} [{interval[0]:+.4f}, {interval[1]:+.4f}]",
-            ]
+            cells = [", ".join(f"{d:+.4f}" for d in differences), in_words(differences, 4)]
         entropies = [list(run["depth_entropy"].values())[-1] for run in runs.values() if run["depth_entropy"]]
         entropy = f"{statistics.mean(entropies):.3f}" if entropies else ""
         trained = next(iter(runs.values()))["trainable_parameters"]

@@ -20,12 +20,12 @@ import matplotlib.pyplot as plt
 import torch
 import typer
 from rich.console import Console
-from scipy import stats
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 
 from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.benchmarks.paired import at_equal_time, bold_if_certain, corrected_p, detectable, in_words, side
 from attnres.benchmarks.read_study import RESULTS as READ_STUDY
-from attnres.benchmarks.read_study import at_equal_time, detectable, holm, read_runs, trained
+from attnres.benchmarks.read_study import read_runs, trained
 from attnres.benchmarks.study_arms import BATCH, SHAPE, TRAINING, Results, Work, prepare, rows_of, training_step
 from attnres.benchmarks.sweep import next_rate
 from attnres.benchmarks.twin import alternate, machine
@@ -204,7 +204,7 @@ def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
         for shift, (arm, label) in zip((0.97, 1, 1.03), ARMS.items()):
             by_rate = losses_by_rate(found, depth, arm, "judging_loss")
             means = [statistics.mean(losses) for losses in by_rate.values()]
-            sides = [stats.t.ppf(0.975, len(losses) - 1) * stats.sem(losses) for losses in by_rate.values()]
+            sides = [side(losses) for losses in by_rate.values()]
             style, colour = STYLES[arm]
             rates = [shift * rate for rate in by_rate]  # beside each other, so that intervals can be seen
             axis.errorbar(rates, means, sides, fmt=style, color=colour, label=label, capsize=3, markersize=5)
@@ -248,14 +248,13 @@ def report(results: Results = RESULTS):
             lines.append(f"| {label_of(depth)} | {label} | {parameters:,} | {ratio} | {of_rates} | {finals[arm]} |")
         lines.append(f"| {label_of(depth)} | PreNorm, twice the steps | | | | {finals['double']} |")
     rows = comparisons(found, speeds)
-    corrected = holm([stats.ttest_1samp(differences, 0).pvalue for differences in rows.values()])
+    corrected = corrected_p(rows)
     lines += ["", "## Differences", "", "| | depth | less PreNorm | by seed | mean [95 %] | p (Holm) |"]
     lines += ["|---|---|---|---|---|---|"]
-    for ((kind, depth, arm), differences), p in zip(rows.items(), corrected):
-        low, high = stats.ttest_1samp(differences, 0).confidence_interval()
+    for (kind, depth, arm), differences in rows.items():
+        p = corrected[kind, depth, arm]
         by_seed = ", ".join(f"{d:+.3f}" for d in differences)
-        mean = f"{statistics.mean(differences):+.3f} [{low:+.3f}, {high:+.3f}]"
-        mean = f"**{mean}**" if p < 0.05 else mean
+        mean = bold_if_certain(in_words(differences, 3), p)
         lines.append(f"| {kind} | {depth} | {ARMS[arm]} | {by_seed} | {mean} | {p:.3f} |")
     spread = {f"{depth} {arm}": of for (kind, depth, arm), of in rows.items() if kind == "equal tokens"}
     lines += ["", f"Before correction, a difference of {detectable(spread):.3f} is found with probability 0.8."]

@@ -28,8 +28,9 @@ from transformers import AutoModelForCausalLM, TrainerCallback
 
 from attnres.benchmarks.ablations import with_read
 from attnres.benchmarks.depth import findings
+from attnres.benchmarks.paired import corrected_p, interval
 from attnres.benchmarks.read_study import RESULTS as READ_STUDY
-from attnres.benchmarks.read_study import SEEDS, STEPS, Run, holm, read_runs, train
+from attnres.benchmarks.read_study import SEEDS, STEPS, Run, read_runs, train
 from attnres.benchmarks.study_arms import Results, Work, prepare, rows_of
 from attnres.depth_attention import mix_and_norm
 from attnres.depth_stream import DepthRecorder
@@ -290,12 +291,6 @@ def read_weights(result: dict[str, Any]) -> list[float]:
     return [sum(of_site[i + 1] for of_site in result["weight"][i + 1 :]) for i in range(NUM_SITES - 1)]
 
 
-def interval(values: list[float]) -> tuple[float, float, float]:
-    """Mean, and the 95 % interval of Student's t."""
-    low, high = stats.ttest_1samp(values, 0).confidence_interval()
-    return statistics.mean(values), float(low), float(high)
-
-
 def in_words(values: list[float], digits: int = 2) -> str:
     mean, low, high = interval(values)
     return f"{mean:.{digits}f} ({low:.{digits}f} to {high:.{digits}f})"
@@ -334,9 +329,8 @@ def patterns_at(result: dict[str, Any], step: int) -> dict[str, dict[str, float]
 
 def likeness_table(by_arm: dict[str, list[dict]], at_other_rates: dict[str, list[dict]]) -> list[str]:
     halves = {arm: [half_of(result["likeness"], 1) for result in found] for arm, found in by_arm.items()}
-    arms = [arm for arm in by_arm if arm != "prenorm"]
-    less = {arm: [a - b for a, b in zip(halves[arm], halves["prenorm"])] for arm in arms}
-    corrected = dict(zip(arms, holm([stats.ttest_1samp(less[arm], 0).pvalue for arm in arms])))
+    less = {arm: [a - b for a, b in zip(of, halves["prenorm"])] for arm, of in halves.items() if arm != "prenorm"}
+    corrected = corrected_p(less)
     lines = [
         "| | cosine, first half | cosine, second half | less PreNorm, second half | p (Holm) |"
         " effective rank of reads, first half | second half |",

@@ -17,7 +17,6 @@ from attnres.benchmarks.read_study import (
     TUNING_SEED,
     Run,
     app,
-    holm,
     make_model,
     next_run,
     steps_of,
@@ -82,10 +81,6 @@ def test_the_table(tmp_path):
         path.write_text(json.dumps(result))
         assert CliRunner().invoke(app, ["report", "--results", str(tmp_path)]).exit_code == 0
         assert f"seeds {seed + 1} to {SEEDS[-1]}." in (tmp_path / "table.md").read_text()
-
-
-def test_holm():
-    assert holm([0.01, 0.04, 0.03]) == pytest.approx([0.03, 0.06, 0.06])
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import typer
 
-from attnres.benchmarks import ablation_table, read_study, study_arms, two_depths
+from attnres.benchmarks import ablation_table, paired, read_study, study_arms, two_depths
 
 
 ROOT = Path(__file__).parents[1]
@@ -98,7 +98,7 @@ def test_what_a_run_learns_from(study, run, other, monkeypatch):
 def test_equal_time():
     """As long as twice the steps, as long as once, and at the square root of two half way between."""
     for ratio, loss in ((2.0, 3.0), (1.0, 4.0), (math.sqrt(2), 3.5)):
-        assert read_study.at_equal_time([4.0], [3.0], ratio) == pytest.approx([loss])
+        assert paired.at_equal_time([4.0], [3.0], ratio) == pytest.approx([loss])
 
 
 @pytest.mark.slow
