@@ -62,12 +62,14 @@ class Run:
         return f"{self.depth}-{self.arm}{twice}-lr{self.learning_rate:g}-seed{self.seed}"
 
 
-def losses_by_rate(found: dict[Run, dict[str, Any]], depth: str, arm: str, part: str) -> dict[float, list[float]]:
+def losses_by_rate(
+    found: dict[Run, dict[str, Any]], depth: str, arm: str, part: str, steps: int = STEPS
+) -> dict[float, list[float]]:
     """Of the seeds that choose, by the rates that have all of them, in their order. `part`: `tuning_loss` or
     `judging_loss`."""
     rates = sorted({run.learning_rate for run in found})
     by_rate = {
-        rate: [found[run][part] for seed in TUNING_SEEDS if (run := Run(depth, arm, seed, STEPS, rate)) in found]
+        rate: [found[run][part] for seed in TUNING_SEEDS if (run := Run(depth, arm, seed, steps, rate)) in found]
         for rate in rates
     }
     return {rate: losses for rate, losses in by_rate.items() if len(losses) == len(TUNING_SEEDS)}
@@ -89,6 +91,9 @@ def next_run(found: dict[Run, dict[str, Any]], depths: Iterable[str] = DEPTHS) -
         chosen = {arm: chosen_rate(found, depth, arm) for arm in ARMS}
         runs = [Run(depth, arm, seed, STEPS, rate) for seed in SEEDS for arm, rate in chosen.items()]
         runs += [Run(depth, "prenorm", seed, 2 * STEPS, chosen["prenorm"]) for seed in SEEDS]
+        # Would PreNorm have had a better rate for twice the steps?
+        others = chosen["prenorm"] / 2, 2 * chosen["prenorm"]
+        runs += [Run(depth, "prenorm", seed, 2 * STEPS, rate) for rate in others for seed in TUNING_SEEDS]
         missing = [run for run in runs if run not in found]
         if missing:
             return missing[0]
@@ -209,7 +214,8 @@ def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
             rates = [shift * rate for rate in by_rate]  # beside each other, so that intervals can be seen
             axis.errorbar(rates, means, sides, fmt=style, color=colour, label=label, capsize=3, markersize=5)
         axis.set(title=label_of(depth), xlabel="learning rate", ylabel="held-out loss", xscale="log")
-        axis.set_xticks(list(by_rate), [f"{rate:g}" for rate in by_rate])
+        tried = sorted({run.learning_rate for run in found if run.depth == depth})
+        axis.set_xticks(tried, [f"{rate:g}" for rate in tried])
         axis.minorticks_off()
         finish_axis(axis)
     axes[0].legend(frameon=False)
@@ -217,6 +223,11 @@ def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
     paths = write_figure(figure, stem)
     plt.close(figure)
     return paths
+
+
+def rates_in_words(by_rate: dict[float, list[float]], chosen: float) -> str:
+    cells = {rate: f"{rate:g}: {statistics.mean(of):.3f} ({statistics.stdev(of):.3f})" for rate, of in by_rate.items()}
+    return ", ".join(f"**{cell}**" if rate == chosen else cell for rate, cell in cells.items())
 
 
 @app.command()
@@ -239,14 +250,12 @@ def report(results: Results = RESULTS):
         for arm, label in ARMS.items():
             chosen = chosen_rate(found, depth, arm)
             parameters = found[Run(depth, arm, 0, STEPS, chosen)]["parameters"]
-            cells = []
-            for rate, losses in losses_by_rate(found, depth, arm, "judging_loss").items():
-                cell = f"{rate:g}: {statistics.mean(losses):.3f} ({statistics.stdev(losses):.3f})"
-                cells.append(f"**{cell}**" if rate == chosen else cell)
             ratio = f"{speeds[depth][arm]['ratio_quartiles'][1]:.2f}"
-            of_rates = ", ".join(cells)
+            of_rates = rates_in_words(losses_by_rate(found, depth, arm, "judging_loss"), chosen)
             lines.append(f"| {label_of(depth)} | {label} | {parameters:,} | {ratio} | {of_rates} | {finals[arm]} |")
-        lines.append(f"| {label_of(depth)} | PreNorm, twice the steps | | | | {finals['double']} |")
+        longer = losses_by_rate(found, depth, "prenorm", "judging_loss", 2 * STEPS)
+        of_rates = rates_in_words(longer, chosen_rate(found, depth, "prenorm"))
+        lines.append(f"| {label_of(depth)} | PreNorm, twice the steps | | | {of_rates} | {finals['double']} |")
     rows = comparisons(found, speeds)
     corrected = corrected_p(rows)
     lines += ["", "## Differences", "", "| | depth | less PreNorm | by seed | mean [95 %] | p (Holm) |"]
