@@ -29,7 +29,7 @@ BLOCK_SIZE ?= 2
 RUN_SLOW ?= 0
 READ ?=
 # What their runs have left lies in the folders of benchmarks/; each script says how they are made
-STUDIES := study.py read_study.py weights_study.py retrofit_study.py recipe_study.py
+STUDIES := study.py read_study.py weights_study.py retrofit_study.py recipe_study.py two_depths.py
 # As transformers' own tests are run, and without the settings of ours
 SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVERSION=true OMP_NUM_THREADS=1 \
 	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE) READ="$(READ)"

@@ -9,6 +9,7 @@ What is compared, and how, was written down first: benchmarks/two_depths/protoco
 """
 
 import json
+import math
 import statistics
 import time
 from collections.abc import Iterable
@@ -39,6 +40,7 @@ DEPTHS = {
     "deep": {"num_hidden_layers": 24, "hidden_size": 48, "intermediate_size": 144, "num_attention_heads": 4},
     "wide": {"num_hidden_layers": 6, "hidden_size": 96, "intermediate_size": 288, "num_attention_heads": 6},
 }
+SCALED = "scaled"  # deep, and the layers' outputs are smaller at the start
 ARMS = {"prenorm": "PreNorm", "blocks": "6 blocks", "full": "Full"}
 FIELDS = {"blocks": {"num_blocks": 6}, "full": {"block_size": 1}}
 STYLES = {"prenorm": ("s:", COLOURS[6]), "blocks": ("o-", COLOURS[0]), "full": ("^--", COLOURS[1])}
@@ -80,19 +82,25 @@ def chosen_rate(found: dict[Run, dict[str, Any]], depth: str, arm: str) -> float
     return min(means, key=means.__getitem__)
 
 
-def next_run(found: dict[Run, dict[str, Any]], depths: Iterable[str] = DEPTHS) -> Run | None:
+def rate_of(found: dict[Run, dict[str, Any]], depth: str, arm: str) -> float:
+    """The chosen rate; blocks with a scaled start have that of those without."""
+    return chosen_rate(found, "deep" if (depth, arm) == (SCALED, "blocks") else depth, arm)
+
+
+def next_run(found: dict[Run, dict[str, Any]], depths: Iterable[str] = (*DEPTHS, SCALED)) -> Run | None:
     """Depth by depth, and there rate by rate of each arm; `None` when everything has a result."""
     for depth in depths:
-        for arm in ARMS:
+        for arm in ["prenorm"] if depth == SCALED else ARMS:
             means = {r: statistics.mean(of) for r, of in losses_by_rate(found, depth, arm, "tuning_loss").items()}
             rate = next_rate(means, RATES)
             if rate is not None:
                 return next(run for seed in TUNING_SEEDS if (run := Run(depth, arm, seed, STEPS, rate)) not in found)
-        chosen = {arm: chosen_rate(found, depth, arm) for arm in ARMS}
+        arms = ("prenorm", "blocks") if depth == SCALED else tuple(ARMS)
+        chosen = {arm: rate_of(found, depth, arm) for arm in arms}
         runs = [Run(depth, arm, seed, STEPS, rate) for seed in SEEDS for arm, rate in chosen.items()]
         runs += [Run(depth, "prenorm", seed, 2 * STEPS, chosen["prenorm"]) for seed in SEEDS]
         # Would PreNorm have had a better rate for twice the steps?
-        others = chosen["prenorm"] / 2, 2 * chosen["prenorm"]
+        others = () if depth == SCALED else (chosen["prenorm"] / 2, 2 * chosen["prenorm"])
         runs += [Run(depth, "prenorm", seed, 2 * STEPS, rate) for rate in others for seed in TUNING_SEEDS]
         missing = [run for run in runs if run not in found]
         if missing:
@@ -105,10 +113,18 @@ def label_of(depth: str) -> str:
 
 
 def make_model(depth: str, arm: str, seed: int):
-    """The arms of a seed start from the same weights."""
-    config = Qwen3Config.from_dict(SHAPE.to_dict() | {"layer_types": None, "num_key_value_heads": 2} | DEPTHS[depth])
+    """The arms of a seed start from the same weights.
+
+    A scaled start is GPT-2's: what writes to the residual stream is divided by the square root of how many do.
+    """
+    shape = DEPTHS["deep" if depth == SCALED else depth]
+    config = Qwen3Config.from_dict(SHAPE.to_dict() | {"layer_types": None, "num_key_value_heads": 2} | shape)
     set_seed(seed)
     prenorm = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if depth == SCALED:
+        for name, parameter in prenorm.named_parameters():
+            if name.endswith(("o_proj.weight", "down_proj.weight")):
+                parameter.data /= math.sqrt(2 * config.num_hidden_layers)
     if arm == "prenorm":
         return prenorm
     model = AttnResForCausalLM(AttnResConfig.from_base_config(config, attn_res_scale_norm_eps=False, **FIELDS[arm]))
@@ -141,12 +157,14 @@ def train(run: Run, work: Path) -> dict[str, Any]:
 def run_all(
     work: Work = Path("study-work"),
     results: Results = RESULTS,
-    depth: Annotated[Literal["deep", "wide"] | None, typer.Option(help="Only this one, for two processes.")] = None,
+    depth: Annotated[
+        Literal["deep", "wide", "scaled"] | None, typer.Option(help="Only this one, for two processes.")
+    ] = None,
 ):
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
     prepare(work, READ_STUDY / "manifest.json")
-    while run := next_run(read_runs(results, Run), DEPTHS if depth is None else [depth]):
+    while run := next_run(read_runs(results, Run), (*DEPTHS, SCALED) if depth is None else [depth]):
         result = train(run, work)
         write_file(results / "runs" / f"{run.name}.json", json.dumps(result) + "\n")
         losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"
@@ -178,10 +196,11 @@ def finals_of(found: dict[Run, dict[str, Any]], depth: str) -> dict[str, list[fl
     """By arm the judging losses of the seeds, at its chosen rate; `double` is PreNorm with twice the steps."""
 
     def of_seeds(arm: str, steps: int) -> list[float]:
-        rate = chosen_rate(found, depth, arm)
+        rate = rate_of(found, depth, arm)
         return [found[Run(depth, arm, seed, steps, rate)]["judging_loss"] for seed in SEEDS]
 
-    return {arm: of_seeds(arm, STEPS) for arm in ARMS} | {"double": of_seeds("prenorm", 2 * STEPS)}
+    arms = [arm for arm in ARMS if depth != SCALED or arm != "full"]
+    return {arm: of_seeds(arm, STEPS) for arm in arms} | {"double": of_seeds("prenorm", 2 * STEPS)}
 
 
 def comparisons(found: dict[Run, dict[str, Any]], speeds: dict[str, Any]) -> dict[tuple[str, str, str], list[float]]:
@@ -200,6 +219,21 @@ def comparisons(found: dict[Run, dict[str, Any]], speeds: dict[str, Any]) -> dic
         pairs = zip(rows["equal tokens", deep, arm], rows["equal tokens", wide, arm])
         rows["deep less wide", "both", arm] = [a - b for a, b in pairs]
     return rows
+
+
+def with_a_scaled_start(found: dict[Run, dict[str, Any]], speeds: dict[str, Any]) -> dict[str, list[float]]:
+    """Differences of each seed, by what is compared."""
+    own, scaled = finals_of(found, "deep"), finals_of(found, SCALED)
+    longer = at_equal_time(scaled["prenorm"], scaled["double"], speeds["deep"]["blocks"]["ratio_quartiles"][1])
+    pairs = {
+        "PreNorm, scaled less not": (scaled["prenorm"], own["prenorm"]),
+        "6 blocks, scaled less not": (scaled["blocks"], own["blocks"]),
+        "6 blocks less PreNorm, both scaled, equal tokens": (scaled["blocks"], scaled["prenorm"]),
+        "the same, equal time": (scaled["blocks"], longer),
+        "6 blocks, not scaled, less PreNorm, scaled, equal tokens": (own["blocks"], scaled["prenorm"]),
+        "the same, equal time ": (own["blocks"], longer),
+    }
+    return {label: [a - b for a, b in zip(*pair)] for label, pair in pairs.items()}
 
 
 def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
@@ -267,6 +301,20 @@ def report(results: Results = RESULTS):
         lines.append(f"| {kind} | {depth} | {ARMS[arm]} | {by_seed} | {mean} | {p:.3f} |")
     spread = {f"{depth} {arm}": of for (kind, depth, arm), of in rows.items() if kind == "equal tokens"}
     lines += ["", f"Before correction, a difference of {detectable(spread):.3f} is found with probability 0.8."]
+    by_rate = rates_in_words(
+        losses_by_rate(found, SCALED, "prenorm", "judging_loss"), rate_of(found, SCALED, "prenorm")
+    )
+    lines += [
+        "",
+        "## 24 layers of 48, with a start scaled by their number",
+        "",
+        f"PreNorm by learning rate: {by_rate}.",
+        "",
+    ]
+    lines += ["| | by seed | mean [95 %], not corrected |", "|---|---|---|"]
+    for label, of_seeds in with_a_scaled_start(found, speeds).items():
+        by_seed = ", ".join(f"{d:+.3f}" for d in of_seeds)
+        lines.append(f"| {label.strip()} | {by_seed} | {in_words(of_seeds, 3)} |")
     write_file(results / "table.md", "\n".join(lines) + "\n")
     paths = [results / "table.md", *plot_rates(found, results / "rates")]
     console.print(*(f"Wrote {path}" for path in paths), sep="\n", highlight=False)

@@ -27,6 +27,7 @@ REPORTS = {
     "weights_study": ["weights_study.py", "report"],
     "retrofit": ["retrofit_study.py", "report"],
     "recipe": ["recipe_study.py", "report"],
+    "two_depths": ["two_depths.py", "report"],
 }
 
 
@@ -189,7 +190,6 @@ def test_recipe():
             assert table[label][3] == in_words(differences, 4)
 
 
-@pytest.mark.skipif(not (BENCHMARKS / "two_depths/table.md").exists(), reason="its runs are not complete")
 def test_two_depths():
     losses = defaultdict(dict)
     for result in runs_of("two_depths"):
@@ -205,13 +205,30 @@ def test_two_depths():
     table = [line.split(" | ") for line in (BENCHMARKS / "two_depths/table.md").read_text().splitlines()]
     means = {(row[0].strip("| "), *row[1:3]): row[4].strip("*") for row in table if len(row) == 6 and "[" in row[4]}
     gains = {}
-    for depth in ("deep", "wide"):
+    for depth, label in (("deep", "24 layers of 48"), ("wide", "6 layers of 96")):
+        for arm, steps, of_arm in (("blocks", 600, "6 blocks"), ("prenorm", 1200, "PreNorm, twice the steps")):
+            (row,) = (row for row in table if row[0] == f"| {label}" and row[1] == of_arm)
+            for key in [key for key in losses if key[:3] == (depth, arm, steps)]:
+                judging = [losses[key][seed][1] for seed in range(3)]
+                assert f"{key[3]:g}: {np.mean(judging):.3f} ({np.std(judging, ddof=1):.3f})" in row[4]
+            final = at_best_rate(depth, arm, steps)
+            assert row[5].strip("| ") == f"{final.mean():.3f} ({final.std(ddof=1):.3f})"
         once, twice = at_best_rate(depth, "prenorm"), at_best_rate(depth, "prenorm", 1200)
         for arm, label in (("blocks", "6 blocks"), ("full", "Full")):
             gains[depth, arm] = at_best_rate(depth, arm) - once
             at_equal_time = once + math.log2(speeds[depth][arm]["ratio_quartiles"][1]) * (twice - once)
             assert means["equal tokens", depth, label] == in_words(gains[depth, arm], 3)
             assert means["equal time", depth, label] == in_words(at_best_rate(depth, arm) - at_equal_time, 3)
+    rows = rows_of("two_depths", "24 layers of 48, with a start scaled by their number")
+    rate = min(
+        (4e-3, 8e-3, 1.6e-2), key=lambda r: np.mean([losses["scaled", "prenorm", 600, r][s][0] for s in range(3)])
+    )
+    (rate_of_blocks,) = (key[3] for key in losses if key[:2] == ("scaled", "blocks"))
+    prenorm, blocks = (
+        np.array([losses["scaled", arm, 600, r][seed][1] for seed in range(5)])
+        for arm, r in (("prenorm", rate), ("blocks", rate_of_blocks))
+    )
+    assert rows["6 blocks less PreNorm, both scaled, equal tokens"][2] == in_words(blocks - prenorm, 3)
     assert means["deep less wide", "both", "6 blocks"] == in_words(
         gains["deep", "blocks"] - gains["wide", "blocks"], 3
     )

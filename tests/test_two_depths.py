@@ -8,6 +8,7 @@ import statistics
 from dataclasses import asdict
 
 import pytest
+import torch
 import typer
 
 from attnres.benchmarks import two_depths
@@ -15,6 +16,7 @@ from attnres.benchmarks.two_depths import (
     ARMS,
     DEPTHS,
     RATES,
+    SCALED,
     SEEDS,
     STEPS,
     TUNING_SEEDS,
@@ -53,7 +55,16 @@ def test_rates_are_chosen_by_three_seeds(runs):
             seeds = dict.fromkeys(rates, TUNING_SEEDS) | {chosen_rate(runs, depth, arm): SEEDS}
             assert sorted((r.learning_rate, r.seed) for r in of_arm) == [(r, s) for r in rates for s in seeds[r]]
         twice = [r for r in runs if r.depth == depth and r.steps == 2 * STEPS]
-        assert [(r.arm, r.learning_rate, r.seed) for r in twice] == [("prenorm", 8e-3, s) for s in SEEDS]
+        rates = [(8e-3, s) for s in SEEDS] + [(rate, s) for rate in (4e-3, 1.6e-2) for s in TUNING_SEEDS]
+        assert [(r.arm, r.learning_rate, r.seed) for r in twice] == [("prenorm", *rate) for rate in rates]
+
+
+def test_runs_with_a_scaled_start(runs):
+    """PreNorm's rate is chosen anew, and that of blocks is taken over, in PreNorm's favour."""
+    of_scaled = [(r.arm, r.steps, r.learning_rate, r.seed) for r in runs if r.depth == SCALED]
+    assert [of for of in of_scaled if of[0] == "blocks"] == [("blocks", STEPS, 1.6e-2, s) for s in SEEDS]
+    assert {of[2] for of in of_scaled if of[:2] == ("prenorm", STEPS)} == set(RATES)
+    assert [of for of in of_scaled if of[1] > STEPS] == [("prenorm", 2 * STEPS, 8e-3, s) for s in SEEDS]
 
 
 def test_report(runs, tmp_path):
@@ -88,14 +99,26 @@ def test_report(runs, tmp_path):
         assert f"{equal_tokens:+.3f} [" in means["equal tokens", depth, "6 blocks"]
         assert f"{equal_time:+.3f} [" in means["equal time", depth, "6 blocks"]
     assert means["deep less wide", "both", "6 blocks"].startswith("**-0.1")
+    with_scaled = {cells[0][2:]: cells[2] for cells in rows if len(cells) == 3}
+    own, scaled = (statistics.mean(judging(depth, "prenorm")) for depth in ("deep", SCALED))
+    assert with_scaled["PreNorm, scaled less not"].startswith(f"{scaled - own:+.3f} [")
     assert (tmp_path / "rates.png").exists() and (tmp_path / "rates.svg").exists()
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("depth", DEPTHS)
+@pytest.mark.parametrize("depth", [*DEPTHS, SCALED])
 def test_every_arm_starts_from_the_same_weights(depth):
     shared = make_model(depth, "prenorm", 0).state_dict()
     for arm in two_depths.FIELDS:
         own = make_model(depth, arm, 0)
         assert all(own.state_dict()[name].equal(shared[name]) for name in shared)
-        assert own.config.num_sites == 2 * DEPTHS[depth]["num_hidden_layers"] + 1
+        assert own.config.num_sites == 2 * DEPTHS["deep" if depth == SCALED else depth]["num_hidden_layers"] + 1
+
+
+@pytest.mark.slow
+def test_a_scaled_start():
+    """What writes to the stream is smaller, and nothing else is different."""
+    plain, scaled = (make_model(depth, "prenorm", 0).state_dict() for depth in ("deep", SCALED))
+    for name, tensor in plain.items():
+        factor = 48**-0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
+        torch.testing.assert_close(scaled[name], factor * tensor)
