@@ -220,14 +220,7 @@ def test_two_depths():
             assert means["equal tokens", depth, label] == in_words(gains[depth, arm], 3)
             assert means["equal time", depth, label] == in_words(at_best_rate(depth, arm) - at_equal_time, 3)
     rows = rows_of("two_depths", "24 layers of 48, with a start scaled by their number")
-    rate = min(
-        (4e-3, 8e-3, 1.6e-2), key=lambda r: np.mean([losses["scaled", "prenorm", 600, r][s][0] for s in range(3)])
-    )
-    (rate_of_blocks,) = (key[3] for key in losses if key[:2] == ("scaled", "blocks"))
-    prenorm, blocks = (
-        np.array([losses["scaled", arm, 600, r][seed][1] for seed in range(5)])
-        for arm, r in (("prenorm", rate), ("blocks", rate_of_blocks))
-    )
+    blocks, prenorm = (at_best_rate("scaled", arm) for arm in ("blocks", "prenorm"))
     assert rows["6 blocks less PreNorm, both scaled, equal tokens"][2] == in_words(blocks - prenorm, 3)
     assert means["deep less wide", "both", "6 blocks"] == in_words(
         gains["deep", "blocks"] - gains["wide", "blocks"], 3
