@@ -12,7 +12,6 @@ import json
 import math
 import statistics
 import time
-from collections.abc import Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -40,9 +39,14 @@ DEPTHS = {
     "deep": {"num_hidden_layers": 24, "hidden_size": 48, "intermediate_size": 144, "num_attention_heads": 4},
     "wide": {"num_hidden_layers": 6, "hidden_size": 96, "intermediate_size": 288, "num_attention_heads": 6},
 }
-SCALED = "scaled"  # deep, and the layers' outputs are smaller at the start
+# Added after the first results: deep from a start with smaller outputs of its layers, and PreNorm for as many steps as
+# it does in the time of 600 steps of 6 blocks (speed.json)
+SCALED, IN_TIME = "scaled", 825
 ARMS = {"prenorm": "PreNorm", "blocks": "6 blocks", "full": "Full"}
 FIELDS = {"blocks": {"num_blocks": 6}, "full": {"block_size": 1}}
+# What has a rate of its own: depth, arm, steps, and the rates that are tried first
+SWEEPS = [(depth, arm, STEPS, RATES) for depth in DEPTHS for arm in ARMS]
+SWEEPS += [("deep", "prenorm", IN_TIME, tuple(2 * rate for rate in RATES)), (SCALED, "prenorm", STEPS, RATES)]
 STYLES = {"prenorm": ("s:", COLOURS[6]), "blocks": ("o-", COLOURS[0]), "full": ("^--", COLOURS[1])}
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -60,8 +64,8 @@ class Run:
 
     @property
     def name(self) -> str:
-        twice = "-double" if self.steps > STEPS else ""
-        return f"{self.depth}-{self.arm}{twice}-lr{self.learning_rate:g}-seed{self.seed}"
+        length = {STEPS: "", 2 * STEPS: "-double"}.get(self.steps, f"-{self.steps}steps")
+        return f"{self.depth}-{self.arm}{length}-lr{self.learning_rate:g}-seed{self.seed}"
 
 
 def losses_by_rate(
@@ -77,31 +81,30 @@ def losses_by_rate(
     return {rate: losses for rate, losses in by_rate.items() if len(losses) == len(TUNING_SEEDS)}
 
 
-def chosen_rate(found: dict[Run, dict[str, Any]], depth: str, arm: str) -> float:
-    means = {r: statistics.mean(of) for r, of in losses_by_rate(found, depth, arm, "tuning_loss").items()}
+def tuning_means(found: dict[Run, dict[str, Any]], depth: str, arm: str, steps: int) -> dict[float, float]:
+    return {r: statistics.mean(of) for r, of in losses_by_rate(found, depth, arm, "tuning_loss", steps).items()}
+
+
+def chosen_rate(found: dict[Run, dict[str, Any]], depth: str, arm: str, steps: int = STEPS) -> float:
+    means = tuning_means(found, depth, arm, steps)
     return min(means, key=means.__getitem__)
 
 
-def rate_of(found: dict[Run, dict[str, Any]], depth: str, arm: str) -> float:
-    """The chosen rate; blocks with a scaled start have that of those without."""
-    return chosen_rate(found, "deep" if (depth, arm) == (SCALED, "blocks") else depth, arm)
+def next_run(found: dict[Run, dict[str, Any]], depth: str | None = None) -> Run | None:
+    """Sweep by sweep, rate by rate, and then the best rate with all seeds; `None` when everything has a result.
 
-
-def next_run(found: dict[Run, dict[str, Any]], depths: Iterable[str] = (*DEPTHS, SCALED)) -> Run | None:
-    """Depth by depth, and there rate by rate of each arm; `None` when everything has a result."""
-    for depth in depths:
-        for arm in ["prenorm"] if depth == SCALED else ARMS:
-            means = {r: statistics.mean(of) for r, of in losses_by_rate(found, depth, arm, "tuning_loss").items()}
-            rate = next_rate(means, RATES)
-            if rate is not None:
-                return next(run for seed in TUNING_SEEDS if (run := Run(depth, arm, seed, STEPS, rate)) not in found)
-        arms = ("prenorm", "blocks") if depth == SCALED else tuple(ARMS)
-        chosen = {arm: rate_of(found, depth, arm) for arm in arms}
-        runs = [Run(depth, arm, seed, STEPS, rate) for seed in SEEDS for arm, rate in chosen.items()]
-        runs += [Run(depth, "prenorm", seed, 2 * STEPS, chosen["prenorm"]) for seed in SEEDS]
-        # Would PreNorm have had a better rate for twice the steps?
-        others = () if depth == SCALED else (chosen["prenorm"] / 2, 2 * chosen["prenorm"])
-        runs += [Run(depth, "prenorm", seed, 2 * STEPS, rate) for rate in others for seed in TUNING_SEEDS]
+    Args:
+        depth: only this one.
+    """
+    for of_depth, arm, steps, rates in SWEEPS:
+        if depth not in (None, of_depth):
+            continue
+        rate = next_rate(tuning_means(found, of_depth, arm, steps), rates)
+        seeds = SEEDS if rate is None else TUNING_SEEDS
+        rate = rate or chosen_rate(found, of_depth, arm, steps)
+        runs = [Run(of_depth, arm, seed, steps, rate) for seed in seeds]
+        if (arm, steps) == ("prenorm", STEPS) and seeds == SEEDS and of_depth != SCALED:
+            runs += [Run(of_depth, arm, seed, 2 * STEPS, rate) for seed in SEEDS]
         missing = [run for run in runs if run not in found]
         if missing:
             return missing[0]
@@ -164,7 +167,7 @@ def run_all(
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
     prepare(work, READ_STUDY / "manifest.json")
-    while run := next_run(read_runs(results, Run), (*DEPTHS, SCALED) if depth is None else [depth]):
+    while run := next_run(read_runs(results, Run), depth):
         result = train(run, work)
         write_file(results / "runs" / f"{run.name}.json", json.dumps(result) + "\n")
         losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"
@@ -194,13 +197,13 @@ def speed(
 
 def finals_of(found: dict[Run, dict[str, Any]], depth: str) -> dict[str, list[float]]:
     """By arm the judging losses of the seeds, at its chosen rate; `double` is PreNorm with twice the steps."""
+    rates = {arm: chosen_rate(found, depth, arm) for arm in ARMS}
+    finals = {arm: of_seeds(found, depth, arm, STEPS, rate) for arm, rate in rates.items()}
+    return finals | {"double": of_seeds(found, depth, "prenorm", 2 * STEPS, rates["prenorm"])}
 
-    def of_seeds(arm: str, steps: int) -> list[float]:
-        rate = rate_of(found, depth, arm)
-        return [found[Run(depth, arm, seed, steps, rate)]["judging_loss"] for seed in SEEDS]
 
-    arms = [arm for arm in ARMS if depth != SCALED or arm != "full"]
-    return {arm: of_seeds(arm, STEPS) for arm in arms} | {"double": of_seeds("prenorm", 2 * STEPS)}
+def of_seeds(found: dict[Run, dict[str, Any]], depth: str, arm: str, steps: int, rate: float) -> list[float]:
+    return [found[Run(depth, arm, seed, steps, rate)]["judging_loss"] for seed in SEEDS]
 
 
 def comparisons(found: dict[Run, dict[str, Any]], speeds: dict[str, Any]) -> dict[tuple[str, str, str], list[float]]:
@@ -221,19 +224,24 @@ def comparisons(found: dict[Run, dict[str, Any]], speeds: dict[str, Any]) -> dic
     return rows
 
 
-def with_a_scaled_start(found: dict[Run, dict[str, Any]], speeds: dict[str, Any]) -> dict[str, list[float]]:
-    """Differences of each seed, by what is compared."""
-    own, scaled = finals_of(found, "deep"), finals_of(found, SCALED)
-    longer = at_equal_time(scaled["prenorm"], scaled["double"], speeds["deep"]["blocks"]["ratio_quartiles"][1])
-    pairs = {
-        "PreNorm, scaled less not": (scaled["prenorm"], own["prenorm"]),
-        "6 blocks, scaled less not": (scaled["blocks"], own["blocks"]),
-        "6 blocks less PreNorm, both scaled, equal tokens": (scaled["blocks"], scaled["prenorm"]),
-        "the same, equal time": (scaled["blocks"], longer),
-        "6 blocks, not scaled, less PreNorm, scaled, equal tokens": (own["blocks"], scaled["prenorm"]),
-        "the same, equal time ": (own["blocks"], longer),
-    }
-    return {label: [a - b for a, b in zip(*pair)] for label, pair in pairs.items()}
+def added(found: dict[Run, dict[str, Any]]) -> list[str]:
+    """The part of the table about baselines that were added: their losses by rate, and what is compared with them."""
+    finals = finals_of(found, "deep")
+    baselines = {"PreNorm, scaled start": (SCALED, STEPS), f"PreNorm, {IN_TIME} steps": ("deep", IN_TIME)}
+    lines = ["| 24 layers of 48 | by learning rate, three seeds | at the one in bold, five seeds |", "|---|---|---|"]
+    differences = {}
+    for label, (depth, steps) in baselines.items():
+        chosen = chosen_rate(found, depth, "prenorm", steps)
+        losses = of_seeds(found, depth, "prenorm", steps, chosen)
+        of_rates = rates_in_words(losses_by_rate(found, depth, "prenorm", "judging_loss", steps), chosen)
+        lines.append(f"| {label} | {of_rates} | {statistics.mean(losses):.3f} ({statistics.stdev(losses):.3f}) |")
+        if depth == SCALED:
+            differences[f"{label}, less PreNorm"] = [a - b for a, b in zip(losses, finals["prenorm"])]
+        differences[f"6 blocks, less {label}"] = [a - b for a, b in zip(finals["blocks"], losses)]
+    lines += ["", "| | by seed | mean [95 %], not corrected |", "|---|---|---|"]
+    for label, values in differences.items():
+        lines.append(f"| {label} | {', '.join(f'{d:+.3f}' for d in values)} | {in_words(values, 3)} |")
+    return lines
 
 
 def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
@@ -301,20 +309,7 @@ def report(results: Results = RESULTS):
         lines.append(f"| {kind} | {depth} | {ARMS[arm]} | {by_seed} | {mean} | {p:.3f} |")
     spread = {f"{depth} {arm}": of for (kind, depth, arm), of in rows.items() if kind == "equal tokens"}
     lines += ["", f"Before correction, a difference of {detectable(spread):.3f} is found with probability 0.8."]
-    by_rate = rates_in_words(
-        losses_by_rate(found, SCALED, "prenorm", "judging_loss"), rate_of(found, SCALED, "prenorm")
-    )
-    lines += [
-        "",
-        "## 24 layers of 48, with a start scaled by their number",
-        "",
-        f"PreNorm by learning rate: {by_rate}.",
-        "",
-    ]
-    lines += ["| | by seed | mean [95 %], not corrected |", "|---|---|---|"]
-    for label, of_seeds in with_a_scaled_start(found, speeds).items():
-        by_seed = ", ".join(f"{d:+.3f}" for d in of_seeds)
-        lines.append(f"| {label.strip()} | {by_seed} | {in_words(of_seeds, 3)} |")
+    lines += ["", "## Other baselines, added afterwards", "", *added(found)]
     write_file(results / "table.md", "\n".join(lines) + "\n")
     paths = [results / "table.md", *plot_rates(found, results / "rates")]
     console.print(*(f"Wrote {path}" for path in paths), sep="\n", highlight=False)

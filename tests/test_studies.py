@@ -196,9 +196,9 @@ def test_two_depths():
         depth, arm, seed, steps, rate = result["run"].values()
         losses[depth, arm, steps, rate][seed] = result["tuning_loss"], result["judging_loss"]
 
-    def at_best_rate(depth, arm, steps=600):
-        rates = [key[3] for key in losses if key[:3] == (depth, arm, 600)]
-        rate = min(rates, key=lambda r: np.mean([losses[depth, arm, 600, r][seed][0] for seed in range(3)]))
+    def at_best_rate(depth, arm, steps=600, swept=600):
+        rates = [key[3] for key in losses if key[:3] == (depth, arm, swept)]
+        rate = min(rates, key=lambda r: np.mean([losses[depth, arm, swept, r][seed][0] for seed in range(3)]))
         return np.array([losses[depth, arm, steps, rate][seed][1] for seed in range(5)])
 
     speeds = json.loads((BENCHMARKS / "two_depths/speed.json").read_text())
@@ -219,9 +219,14 @@ def test_two_depths():
             at_equal_time = once + math.log2(speeds[depth][arm]["ratio_quartiles"][1]) * (twice - once)
             assert means["equal tokens", depth, label] == in_words(gains[depth, arm], 3)
             assert means["equal time", depth, label] == in_words(at_best_rate(depth, arm) - at_equal_time, 3)
-    rows = rows_of("two_depths", "24 layers of 48, with a start scaled by their number")
-    blocks, prenorm = (at_best_rate("scaled", arm) for arm in ("blocks", "prenorm"))
-    assert rows["6 blocks less PreNorm, both scaled, equal tokens"][2] == in_words(blocks - prenorm, 3)
+    rows = rows_of("two_depths", "Other baselines, added afterwards")
+    baselines = {"PreNorm, scaled start": ("scaled", 600), "PreNorm, 825 steps": ("deep", 825)}
+    changes = (line.split(" | ") for line in (BENCHMARKS / "two_depths/table.md").read_text().splitlines()[-3:])
+    changes = {row[0].strip("| "): row[2].strip("| ") for row in changes}
+    for label, (depth, steps) in baselines.items():
+        baseline = at_best_rate(depth, "prenorm", steps, swept=steps)
+        assert rows[label][2] == f"{baseline.mean():.3f} ({baseline.std(ddof=1):.3f})"
+        assert changes[f"6 blocks, less {label}"] == in_words(at_best_rate("deep", "blocks") - baseline, 3)
     assert means["deep less wide", "both", "6 blocks"] == in_words(
         gains["deep", "blocks"] - gains["wide", "blocks"], 3
     )

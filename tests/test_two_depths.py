@@ -15,6 +15,7 @@ from attnres.benchmarks import two_depths
 from attnres.benchmarks.two_depths import (
     ARMS,
     DEPTHS,
+    IN_TIME,
     RATES,
     SCALED,
     SEEDS,
@@ -55,16 +56,14 @@ def test_rates_are_chosen_by_three_seeds(runs):
             seeds = dict.fromkeys(rates, TUNING_SEEDS) | {chosen_rate(runs, depth, arm): SEEDS}
             assert sorted((r.learning_rate, r.seed) for r in of_arm) == [(r, s) for r in rates for s in seeds[r]]
         twice = [r for r in runs if r.depth == depth and r.steps == 2 * STEPS]
-        rates = [(8e-3, s) for s in SEEDS] + [(rate, s) for rate in (4e-3, 1.6e-2) for s in TUNING_SEEDS]
-        assert [(r.arm, r.learning_rate, r.seed) for r in twice] == [("prenorm", *rate) for rate in rates]
+        assert [(r.arm, r.learning_rate, r.seed) for r in twice] == [("prenorm", 8e-3, s) for s in SEEDS]
 
 
-def test_runs_with_a_scaled_start(runs):
-    """PreNorm's rate is chosen anew, and that of blocks is taken over, in PreNorm's favour."""
-    of_scaled = [(r.arm, r.steps, r.learning_rate, r.seed) for r in runs if r.depth == SCALED]
-    assert [of for of in of_scaled if of[0] == "blocks"] == [("blocks", STEPS, 1.6e-2, s) for s in SEEDS]
-    assert {of[2] for of in of_scaled if of[:2] == ("prenorm", STEPS)} == set(RATES)
-    assert [of for of in of_scaled if of[1] > STEPS] == [("prenorm", 2 * STEPS, 8e-3, s) for s in SEEDS]
+def test_baselines_that_were_added_have_rates_of_their_own(runs):
+    for depth, steps, rates in ((SCALED, STEPS, RATES), ("deep", IN_TIME, (8e-3, 1.6e-2, 3.2e-2, 4e-3))):
+        of_baseline = [(r.arm, r.learning_rate, r.seed) for r in runs if (r.depth, r.steps) == (depth, steps)]
+        seeds = dict.fromkeys(rates, TUNING_SEEDS) | {8e-3: SEEDS}
+        assert sorted(of_baseline) == sorted(("prenorm", r, s) for r in rates for s in seeds[r])
 
 
 def test_report(runs, tmp_path):
@@ -99,9 +98,12 @@ def test_report(runs, tmp_path):
         assert f"{equal_tokens:+.3f} [" in means["equal tokens", depth, "6 blocks"]
         assert f"{equal_time:+.3f} [" in means["equal time", depth, "6 blocks"]
     assert means["deep less wide", "both", "6 blocks"].startswith("**-0.1")
-    with_scaled = {cells[0][2:]: cells[2] for cells in rows if len(cells) == 3}
+    beside_added = {cells[0][2:]: cells[2] for cells in rows if len(cells) == 3}
     own, scaled = (statistics.mean(judging(depth, "prenorm")) for depth in ("deep", SCALED))
-    assert with_scaled["PreNorm, scaled less not"].startswith(f"{scaled - own:+.3f} [")
+    in_time = statistics.mean(judging("deep", "prenorm", IN_TIME))
+    assert beside_added["PreNorm, scaled start, less PreNorm"].startswith(f"{scaled - own:+.3f} [")
+    blocks = statistics.mean(judging("deep", "blocks"))
+    assert beside_added["6 blocks, less PreNorm, 825 steps"].startswith(f"{blocks - in_time:+.3f} [")
     assert (tmp_path / "rates.png").exists() and (tmp_path / "rates.svg").exists()
 
 
