@@ -105,10 +105,10 @@ class Run:
         return f"{self.arm}-{of}"
 
 
-def read_runs(results: Path, run_class: type = Run) -> dict[Any, dict[str, Any]]:
+def read_runs(results: Path, run_class: type = Run, folder: str = "runs") -> dict[Any, dict[str, Any]]:
     """By run, its result."""
     found = {}
-    for path in sorted((results / "runs").glob("*.json")):
+    for path in sorted((results / folder).glob("*.json")):
         result = json.loads(path.read_text())
         found[run_class(**result["run"])] = result
     return found

@@ -45,8 +45,10 @@ SCALED, IN_TIME = "scaled", 825
 ARMS = {"prenorm": "PreNorm", "blocks": "6 blocks", "full": "Full"}
 FIELDS = {"blocks": {"num_blocks": 6}, "full": {"block_size": 1}}
 # What has a rate of its own: depth, arm, steps, and the rates that are tried first
-SWEEPS = [(depth, arm, STEPS, RATES) for depth in DEPTHS for arm in ARMS]
-SWEEPS += [("deep", "prenorm", IN_TIME, tuple(2 * rate for rate in RATES)), (SCALED, "prenorm", STEPS, RATES)]
+PLANNED = [(depth, arm, STEPS, RATES) for depth in DEPTHS for arm in ARMS]
+ADDED = [("deep", "prenorm", IN_TIME, tuple(2 * rate for rate in RATES)), (SCALED, "prenorm", STEPS, RATES)]
+# Kept in another folder, where the planned sweep does not see it
+FURTHER = [("deep", "prenorm", STEPS, (*RATES, 3.2e-2, 6.4e-2))]
 STYLES = {"prenorm": ("s:", COLOURS[6]), "blocks": ("o-", COLOURS[0]), "full": ("^--", COLOURS[1])}
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -90,20 +92,20 @@ def chosen_rate(found: dict[Run, dict[str, Any]], depth: str, arm: str, steps: i
     return min(means, key=means.__getitem__)
 
 
-def next_run(found: dict[Run, dict[str, Any]], depth: str | None = None) -> Run | None:
+def next_run(found: dict[Run, dict[str, Any]], depth: str | None = None, sweeps=(*PLANNED, *ADDED)) -> Run | None:
     """Sweep by sweep, rate by rate, and then the best rate with all seeds; `None` when everything has a result.
 
     Args:
         depth: only this one.
     """
-    for of_depth, arm, steps, rates in SWEEPS:
+    for of_depth, arm, steps, rates in sweeps:
         if depth not in (None, of_depth):
             continue
         rate = next_rate(tuning_means(found, of_depth, arm, steps), rates)
         seeds = SEEDS if rate is None else TUNING_SEEDS
         rate = rate or chosen_rate(found, of_depth, arm, steps)
         runs = [Run(of_depth, arm, seed, steps, rate) for seed in seeds]
-        if (arm, steps) == ("prenorm", STEPS) and seeds == SEEDS and of_depth != SCALED:
+        if arm == "prenorm" and seeds == SEEDS and (of_depth, arm, steps, rates) in PLANNED:
             runs += [Run(of_depth, arm, seed, 2 * STEPS, rate) for seed in SEEDS]
         missing = [run for run in runs if run not in found]
         if missing:
@@ -156,6 +158,17 @@ def train(run: Run, work: Path) -> dict[str, Any]:
     }
 
 
+def train_and_write(run: Run, work: Path, folder: Path):
+    result = train(run, work)
+    write_file(folder / f"{run.name}.json", json.dumps(result) + "\n")
+    losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"
+    console.print(f"{run.name}: {losses}, {result['seconds']:.0f} s", highlight=False)
+
+
+def with_further_rates(results: Path) -> dict[Run, dict[str, Any]]:
+    return read_runs(results, Run) | read_runs(results, Run, "further_rates")
+
+
 @app.command("run")
 def run_all(
     work: Work = Path("study-work"),
@@ -168,10 +181,9 @@ def run_all(
     torch.set_num_threads(1)
     prepare(work, READ_STUDY / "manifest.json")
     while run := next_run(read_runs(results, Run), depth):
-        result = train(run, work)
-        write_file(results / "runs" / f"{run.name}.json", json.dumps(result) + "\n")
-        losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"
-        console.print(f"{run.name}: {losses}, {result['seconds']:.0f} s", highlight=False)
+        train_and_write(run, work, results / "runs")
+    while depth in (None, "deep") and (run := next_run(with_further_rates(results), "deep", FURTHER)):
+        train_and_write(run, work, results / "further_rates")
     console.print(f"All runs are in {results}/runs; `python benchmarks/two_depths.py report` makes the table.")
 
 
@@ -224,16 +236,20 @@ def comparisons(found: dict[Run, dict[str, Any]], speeds: dict[str, Any]) -> dic
     return rows
 
 
-def added(found: dict[Run, dict[str, Any]]) -> list[str]:
+def added(found: dict[Run, dict[str, Any]], further: dict[Run, dict[str, Any]]) -> list[str]:
     """The part of the table about baselines that were added: their losses by rate, and what is compared with them."""
     finals = finals_of(found, "deep")
-    baselines = {"PreNorm, scaled start": (SCALED, STEPS), f"PreNorm, {IN_TIME} steps": ("deep", IN_TIME)}
+    baselines = {
+        "PreNorm, scaled start": (SCALED, STEPS),
+        "PreNorm, more rates": ("deep", STEPS),
+        f"PreNorm, {IN_TIME} steps": ("deep", IN_TIME),
+    }
     lines = ["| 24 layers of 48 | by learning rate, three seeds | at the one in bold, five seeds |", "|---|---|---|"]
     differences = {}
     for label, (depth, steps) in baselines.items():
-        chosen = chosen_rate(found, depth, "prenorm", steps)
-        losses = of_seeds(found, depth, "prenorm", steps, chosen)
-        of_rates = rates_in_words(losses_by_rate(found, depth, "prenorm", "judging_loss", steps), chosen)
+        chosen = chosen_rate(further, depth, "prenorm", steps)
+        losses = of_seeds(further, depth, "prenorm", steps, chosen)
+        of_rates = rates_in_words(losses_by_rate(further, depth, "prenorm", "judging_loss", steps), chosen)
         lines.append(f"| {label} | {of_rates} | {statistics.mean(losses):.3f} ({statistics.stdev(losses):.3f}) |")
         if depth == SCALED:
             differences[f"{label}, less PreNorm"] = [a - b for a, b in zip(losses, finals["prenorm"])]
@@ -276,7 +292,8 @@ def rates_in_words(by_rate: dict[float, list[float]], chosen: float) -> str:
 def report(results: Results = RESULTS):
     """Write table.md and the figure anew, from the results alone."""
     found = read_runs(results, Run)
-    if next_run(found) is not None or not (results / "speed.json").exists():
+    further = with_further_rates(results)
+    if next_run(found) or next_run(further, "deep", FURTHER) or not (results / "speed.json").exists():
         raise typer.BadParameter(
             f"There are {len(found)} runs, and more are needed: go on with `run`, and then `speed`."
         )
@@ -309,7 +326,7 @@ def report(results: Results = RESULTS):
         lines.append(f"| {kind} | {depth} | {ARMS[arm]} | {by_seed} | {mean} | {p:.3f} |")
     spread = {f"{depth} {arm}": of for (kind, depth, arm), of in rows.items() if kind == "equal tokens"}
     lines += ["", f"Before correction, a difference of {detectable(spread):.3f} is found with probability 0.8."]
-    lines += ["", "## Other baselines, added afterwards", "", *added(found)]
+    lines += ["", "## Other baselines, added afterwards", "", *added(found, further)]
     write_file(results / "table.md", "\n".join(lines) + "\n")
     paths = [results / "table.md", *plot_rates(found, results / "rates")]
     console.print(*(f"Wrote {path}" for path in paths), sep="\n", highlight=False)

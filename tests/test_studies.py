@@ -207,12 +207,12 @@ def test_two_depths():
     gains = {}
     for depth, label in (("deep", "24 layers of 48"), ("wide", "6 layers of 96")):
         for arm, steps, of_arm in (("blocks", 600, "6 blocks"), ("prenorm", 1200, "PreNorm, twice the steps")):
-            (row,) = (row for row in table if row[0] == f"| {label}" and row[1] == of_arm)
+            (row,) = (row for row in table if row[:2] == [f"| {label}", of_arm])
             for key in [key for key in losses if key[:3] == (depth, arm, steps)]:
                 judging = [losses[key][seed][1] for seed in range(3)]
-                assert f"{key[3]:g}: {np.mean(judging):.3f} ({np.std(judging, ddof=1):.3f})" in row[4]
+                assert f"{key[3]:g}: {np.mean(judging):.3f} ({np.std(judging, ddof=1):.3f})" in row[-2]
             final = at_best_rate(depth, arm, steps)
-            assert row[5].strip("| ") == f"{final.mean():.3f} ({final.std(ddof=1):.3f})"
+            assert row[-1].strip("| ") == f"{final.mean():.3f} ({final.std(ddof=1):.3f})"
         once, twice = at_best_rate(depth, "prenorm"), at_best_rate(depth, "prenorm", 1200)
         for arm, label in (("blocks", "6 blocks"), ("full", "Full")):
             gains[depth, arm] = at_best_rate(depth, arm) - once
@@ -220,11 +220,19 @@ def test_two_depths():
             assert means["equal tokens", depth, label] == in_words(gains[depth, arm], 3)
             assert means["equal time", depth, label] == in_words(at_best_rate(depth, arm) - at_equal_time, 3)
     rows = rows_of("two_depths", "Other baselines, added afterwards")
-    baselines = {"PreNorm, scaled start": ("scaled", 600), "PreNorm, 825 steps": ("deep", 825)}
-    changes = (line.split(" | ") for line in (BENCHMARKS / "two_depths/table.md").read_text().splitlines()[-3:])
+    baselines = {
+        "PreNorm, scaled start": ("scaled", "prenorm", 600),
+        "PreNorm, more rates": ("deep", "prenorm, more rates", 600),
+        "PreNorm, 825 steps": ("deep", "prenorm", 825),
+    }
+    for result in runs_of("two_depths", "further_rates"):
+        run = result["run"]
+        further = losses["deep", "prenorm, more rates", 600, run["learning_rate"]]
+        further[run["seed"]] = result["tuning_loss"], result["judging_loss"]
+    changes = (line.split(" | ") for line in (BENCHMARKS / "two_depths/table.md").read_text().splitlines()[-4:])
     changes = {row[0].strip("| "): row[2].strip("| ") for row in changes}
-    for label, (depth, steps) in baselines.items():
-        baseline = at_best_rate(depth, "prenorm", steps, swept=steps)
+    for label, (depth, arm, steps) in baselines.items():
+        baseline = at_best_rate(depth, arm, steps, swept=steps)
         assert rows[label][2] == f"{baseline.mean():.3f} ({baseline.std(ddof=1):.3f})"
         assert changes[f"6 blocks, less {label}"] == in_words(at_best_rate("deep", "blocks") - baseline, 3)
     assert means["deep less wide", "both", "6 blocks"] == in_words(

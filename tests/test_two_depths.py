@@ -15,6 +15,7 @@ from attnres.benchmarks import two_depths
 from attnres.benchmarks.two_depths import (
     ARMS,
     DEPTHS,
+    FURTHER,
     IN_TIME,
     RATES,
     SCALED,
@@ -31,19 +32,23 @@ from attnres.benchmarks.two_depths import (
 SHIFTS = {("deep", "blocks"): -0.2, ("wide", "blocks"): -0.02, ("deep", "full"): 0.1}
 
 
+def made_up(run, noise):
+    """On judging windows another rate looks best than on those for tuning."""
+    loss = 4 + run.seed / 100 + SHIFTS.get((run.depth, run.arm), 0) + noise.gauss(0, 0.004) - 0.1 * (run.steps > STEPS)
+    return {
+        "run": asdict(run),
+        "tuning_loss": loss + 10 * abs(run.learning_rate - (8e-3 if run.arm == "prenorm" else 1.6e-2)),
+        "judging_loss": loss + 10 * abs(run.learning_rate - 4e-3),
+        "parameters": 1000,
+    }
+
+
 @pytest.fixture(scope="module")
 def runs():
-    """Results of all runs, made up; on judging windows another rate looks best than on those for tuning."""
+    """Results of all runs of the protocol, made up."""
     found, noise = {}, random.Random(0)
     while run := next_run(found):
-        loss = 4 + run.seed / 100 + SHIFTS.get((run.depth, run.arm), 0) + noise.gauss(0, 0.004)
-        loss -= 0.1 * (run.steps > STEPS)
-        found[run] = {
-            "run": asdict(run),
-            "tuning_loss": loss + 10 * abs(run.learning_rate - (8e-3 if run.arm == "prenorm" else 1.6e-2)),
-            "judging_loss": loss + 10 * abs(run.learning_rate - 4e-3),
-            "parameters": 1000,
-        }
+        found[run] = made_up(run, noise)
     return found
 
 
@@ -67,9 +72,19 @@ def test_baselines_that_were_added_have_rates_of_their_own(runs):
 
 
 def test_report(runs, tmp_path):
-    (tmp_path / "runs").mkdir()
-    for run, result in runs.items():
-        (tmp_path / f"runs/{run.name}.json").write_text(json.dumps(result))
+    # At 3.2e-2, where its sweep did not come, PreNorm is better than at the rate that was chosen
+    further, noise = {}, random.Random(1)
+    while run := next_run(runs | further, "deep", FURTHER):
+        result = made_up(run, noise)
+        further[run] = result | {
+            "tuning_loss": 3 + abs(run.learning_rate - 3.2e-2),
+            "judging_loss": 3 + run.seed / 100,
+        }
+    assert sorted(r.learning_rate for r in further) == [3.2e-2] * 5 + [6.4e-2] * 3
+    for folder, results in (("runs", runs), ("further_rates", further)):
+        (tmp_path / folder).mkdir()
+        for run, result in results.items():
+            (tmp_path / folder / f"{run.name}.json").write_text(json.dumps(result))
     with pytest.raises(typer.BadParameter, match="go on with `run`, and then `speed`"):
         report(tmp_path)
     speeds = {depth: {arm: {"ratio_quartiles": [1.4, 1.5, 1.6]} for arm in ARMS} for depth in DEPTHS}
@@ -104,6 +119,10 @@ def test_report(runs, tmp_path):
     assert beside_added["PreNorm, scaled start, less PreNorm"].startswith(f"{scaled - own:+.3f} [")
     blocks = statistics.mean(judging("deep", "blocks"))
     assert beside_added["6 blocks, less PreNorm, 825 steps"].startswith(f"{blocks - in_time:+.3f} [")
+    assert beside_added["PreNorm, more rates"].startswith("3.020 (")
+    assert "**0.008: " in next(
+        cells[4] for cells in rows if cells[0][2:] == "24 layers of 48" and cells[1] == "PreNorm"
+    )
     assert (tmp_path / "rates.png").exists() and (tmp_path / "rates.svg").exists()
 
 
