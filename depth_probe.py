@@ -194,6 +194,21 @@ def _entries(value: Any) -> Any:
     return value
 
 
+def move_off_meta(model: nn.Module):
+    """Give a model on the device "meta" tensors of the mode and device around it, such as fake ones; ties are lost.
+
+    `Module.to_empty` swaps tensors in some modes and settings, which those of a model on "meta" do not allow.
+    """
+    for module in model.modules():
+        for name, parameter in module._parameters.items():
+            if parameter is not None:
+                empty = torch.empty(parameter.shape, dtype=parameter.dtype)
+                module._parameters[name] = nn.Parameter(empty, requires_grad=parameter.requires_grad)
+        for name, buffer in module._buffers.items():
+            if buffer is not None:
+                module._buffers[name] = torch.empty(buffer.shape, dtype=buffer.dtype)
+
+
 def decoder_layers(model: nn.Module) -> nn.ModuleList:
     """The decoder layers of a model without head: its first list of modules, of as many as the config says."""
     lists = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module)]
@@ -227,12 +242,12 @@ def run_probe(base_config: PreTrainedConfig) -> Probe:
     try:
         # Whatever is on around it: weights may be being loaded, or a model run
         with torch.inference_mode(False), torch.no_grad():
-            # There no initial values are given. transformers replaces `torch.nn.init` for that, for all threads, and
-            # of two that do so at a time the second puts back what the first has put there
+            # Here transformers gives no initial values. To give them it replaces `torch.nn.init` in the whole process,
+            # and of two threads that do so at once the second "restores" what the first has put there
             with torch.device("meta"):
                 model = MODEL_MAPPING[type(base_config)](base_config).eval()
         with torch.device("cpu"), fake, torch.inference_mode(False), torch.no_grad():
-            model.to_empty(device="cpu")
+            move_off_meta(model)
             if hasattr(model, "encoder") and hasattr(model, "decoder"):
                 raise RefusedBase(base_config, "it has an encoder beside its decoder")
             probe = Probe(layers=list(decoder_layers(model)), config=base_config)

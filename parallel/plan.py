@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from attnres.base_classes import DepthReader
 from attnres.configuration_attnres import AttnResConfig
 from attnres.depth_pipeline import count_tensors
-from attnres.depth_probe import FirstOfAll, decoder_layers, probe_slices
+from attnres.depth_probe import FirstOfAll, decoder_layers, move_off_meta, probe_slices
 from attnres.depth_queries import AttnResDepthQueries
 from attnres.families import read_decoder_config
 from attnres.modeling_attnres import AttnResForCausalLM
@@ -295,7 +295,8 @@ def activation_bytes(config: AttnResConfig, layout: Layout) -> list[int] | None:
     try:
         model = empty_model(config, getattr(torch, layout.dtype)).train()
         with FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv()), torch.device("cpu"):
-            model.to_empty(device="cpu").tie_weights()
+            move_off_meta(model)
+            model.tie_weights()
             if model.config._attn_implementation == "sdpa":
                 model.config._attn_implementation = "attnres_plan"
             if layout.gradient_checkpointing:

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`attnres families`: what was measured of every type, and a probe of a checkpoint that brings its own code."""
 
+import contextlib
 import json
 import subprocess
 import sys
@@ -14,7 +15,8 @@ from family_survey import converted
 from literal_definition import literal_logits, relative
 from rounding import UpToRounding
 from tiny_models import tiny_base_config
-from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, __version__
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, __version__, initialization
 
 from attnres import AttnResConfig
 from attnres.conversion import convert, revert
@@ -254,9 +256,32 @@ def test_record_and_page():
             assert str(error.value).partition("is not supported: ")[2] == f"{reason}."
 
 
-@pytest.mark.one_in(5)
+@contextlib.contextmanager
+def setting(switch, value, default):
+    switch(value)
+    try:
+        yield
+    finally:
+        switch(default)
+
+
+AROUND = {
+    "inference mode": torch.inference_mode,
+    "gradients": torch.enable_grad,
+    "no gradients": torch.no_grad,
+    "meta": lambda: torch.device("meta"),
+    "meta as default": lambda: setting(torch.set_default_device, "meta", None),
+    "fake tensors": FakeTensorMode,
+    "swapped parameters": lambda: setting(torch.__future__.set_swap_module_params_on_conversion, True, False),
+    "bf16": lambda: setting(torch.set_default_dtype, torch.bfloat16, torch.float32),
+    "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+    "no initial values": initialization.no_init_weights,
+    "no ties": initialization.no_tie_weights,
+}
+
+
 @pytest.mark.parametrize("model_type", ["llama", "longcat_flash"])  # the second chooses experts by their numbers
-@pytest.mark.parametrize("mode", [torch.inference_mode, torch.enable_grad, lambda: torch.device("meta")])
+@pytest.mark.parametrize("mode", AROUND.values(), ids=AROUND)
 def test_probe_within_other_modes(model_type, mode):
     config = decoder_config(model_type)
     expected = [layer.num_writes for layer in probe_layers(config)]

@@ -4,6 +4,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -238,6 +239,17 @@ def test_two_depths():
     assert means["deep less wide", "both", "6 blocks"] == in_words(
         gains["deep", "blocks"] - gains["wide", "blocks"], 3
     )
+
+
+def test_page_of_two_depths():
+    """Every difference that the page and the README print is one of the table."""
+    table = (BENCHMARKS / "two_depths/table.md").read_text()
+    section = (ROOT / "docs/results.md").read_text().split("## Deep and wide")[1].split("\n- **Deep is not")[0]
+    printed = re.findall(r"([+-]\d\.\d{3})\**\)? \(([+-]\d\.\d{3}) to ([+-]\d\.\d{3})\)", section)
+    assert len(printed) == 12
+    for mean, low, high in printed:
+        assert f"{mean} [{low}, {high}]" in table
+    assert "0.473 (0.320 to 0.626)" in (ROOT / "README.md").read_text() and "-0.473 [-0.626, -0.320]" in table
 
 
 def test_ladder():
