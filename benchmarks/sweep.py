@@ -8,13 +8,16 @@ import math
 MOST_BEYOND = 6
 
 
-def next_rate(losses: dict[float, float], rates: tuple[float, ...], factor: float = 2.0) -> float | None:
+def next_rate(
+    losses: dict[float, float], rates: tuple[float, ...], factor: float = 2.0, noise: float = 0.0
+) -> float | None:
     """What a sweep still has to try; `None` when the best rate has worse ones on both sides.
 
     Args:
         losses: of the rates that were tried.
         rates: to try in any case.
         factor: between one rate and the next beyond the list.
+        noise: the sweep continues beyond an end whose loss is within this of the best.
 
     Raises:
         ValueError: if the sweep has gone far beyond the list.
@@ -24,7 +27,8 @@ def next_rate(losses: dict[float, float], rates: tuple[float, ...], factor: floa
     if missing:
         return missing[0]
     best, lowest, highest = min(losses, key=losses.__getitem__), min(losses), max(losses)
-    if best not in (lowest, highest):
+    ends = [end for end in (highest, lowest) if end == best or losses[end] - losses[best] < noise]
+    if not ends:
         return None
     if len(losses) >= len(rates) + MOST_BEYOND:
         found = ", ".join(f"{rate:g}: {loss:.3f}" for rate, loss in losses.items())
@@ -32,4 +36,4 @@ def next_rate(losses: dict[float, float], rates: tuple[float, ...], factor: floa
             f"A sweep of rates finds no best one between others (losses: {found}): begin with other `rates`, in"
             " another folder."
         )
-    return float(f"{best * factor if best == highest else best / factor:.6g}")
+    return float(f"{highest * factor if ends[0] == highest else lowest / factor:.6g}")

@@ -91,3 +91,10 @@ def test_every_arm_starts_from_the_same_weights(arm):
     own, shared = model.state_dict(), base.state_dict()
     assert all(own[name].equal(shared[name]) for name in shared)
     assert model(ids, labels=ids).loss.isfinite()
+
+
+def test_a_sweep_continues_while_an_end_is_within_the_noise():
+    losses = {1: 3.0, 2: 2.0, 4: 2.004}
+    assert next_rate(losses, (1, 2, 4)) is None and next_rate(losses, (1, 2, 4), noise=0.01) == 8
+    assert next_rate(losses | {8: 2.02}, (1, 2, 4), noise=0.01) is None
+    assert next_rate({1: 2.001, 2: 2.0, 4: 3.0}, (1, 2, 4), noise=0.01) == 0.5

@@ -2,6 +2,7 @@
 """The study of a real model that is trained further: its order of runs, and its report. Nothing is trained here."""
 
 import json
+import math
 import random
 from dataclasses import asdict
 
@@ -9,7 +10,7 @@ import pytest
 import torch
 import typer
 
-from attnres.benchmarks import retrofit_study
+from attnres.benchmarks import long_retrofit, retrofit_study
 from attnres.benchmarks.retrofit_study import ARMS, METRICS, SEEDS, TUNING_SEED, next_run, report
 
 
@@ -86,3 +87,18 @@ def test_another_text_is_refused(tmp_path):
     torch.save(rows, work / "rows.pt")
     with pytest.raises(typer.BadParameter, match="is not that of .*: use the versions of constraints.txt"):
         retrofit_study.prepare(work, results)
+
+
+def test_the_longer_study_has_its_runs_in_order():
+    found, runs = {}, []
+    while run := long_retrofit.next_run(found):
+        runs.append(run)
+        found[run] = {"tuning": abs(math.log(run.learning_rate / 9e-5))}
+    sweeps = [run for run in runs if run.seed == TUNING_SEED]
+    assert runs[: len(sweeps)] == sweeps and {run.arm for run in sweeps} == {"prenorm", "replaced"}
+    assert [(run.arm, run.steps) for run in runs[len(sweeps) :][:3]] == [
+        ("prenorm", 500),
+        ("prenorm_longer", 625),
+        ("replaced", 500),
+    ]
+    assert all(run.learning_rate == 9e-5 for run in runs[len(sweeps) :])
