@@ -13,8 +13,8 @@ from typing import Any
 from jinja2 import Environment
 
 
-# Whose meaning a backslash takes, in CommonMark
-_MARKS = re.compile(r"[\\`*_\[\]<>&|~$#]")
+# Whose meaning a backslash takes, in CommonMark; `_` has none within a word
+_MARKS = re.compile(r"[\\`*\[\]<>&|~$#]|(?<![^\W_])_|_(?![^\W_])")
 # Addresses that GitHub's Markdown makes links of
 _ADDRESSES = re.compile(r"\b(?:(https?|ftp)://|(www)\.)", re.IGNORECASE)
 # Code between single backticks

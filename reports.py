@@ -175,15 +175,15 @@ class ConversionReport:
         return {**asdict(self), "verification": verification}
 
     def to_markdown(self) -> str:
-        lines = [f"# {self.operation}: {code(self.source)} to {code(self.destination)}", ""]
+        lines = [f"# {escaped(self.operation)}: {code(self.source)} to {code(self.destination)}", ""]
         if self.base_model_type is not None and self.block_size is not None:
             num_blocks = -(-self.num_sublayers // self.block_size)
             lines.append(
-                f"- {self.base_model_type}, {self.num_sublayers} sublayers in {num_blocks} blocks of {self.block_size}"
-                + (" (Full AttnRes)" if self.block_size == 1 else "")
+                f"- {escaped(self.base_model_type)}, {self.num_sublayers} sublayers in {num_blocks} blocks of"
+                f" {self.block_size}" + (" (Full AttnRes)" if self.block_size == 1 else "")
             )
         if self.read:
-            lines.append(f"- read over depth: {self.read}")
+            lines.append(f"- read over depth: {sentence(self.read)}")
         if self.source_commit is not None:
             lines.append(f"- revision of the source: {code(self.source_commit)}")
         if self.tensors_added:
@@ -195,5 +195,5 @@ class ConversionReport:
         lines += [f"- {sentence(note)}" for note in self.notes]
         lines += ["", "## Verification", ""]
         lines.append("Not done." if self.verification is None else self.verification.to_markdown())
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        versions = ", ".join(f"{name} {escaped(version)}" for name, version in self.versions.items())
         return "\n".join([*lines, "", f"{versions}."]) + "\n"

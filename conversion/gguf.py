@@ -172,7 +172,7 @@ def find_gguf(source: str | Path, gguf_file: str | None, revision: str | None) -
             f" {merged}`."
         )
     if not is_gguf_available():
-        raise ValueError(f"To read `{found.name}`, install `gguf`: `pip install 'attnres[gguf]'`.")
+        raise ValueError(f"To read `{found.name}`, install `gguf`: `pip install gguf`.")
     return found
 
 

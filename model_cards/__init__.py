@@ -27,6 +27,7 @@ from ..checkpoint import REPORT_NAMES, ZERO_AT_FIRST, Checkpoint, open_checkpoin
 from ..configuration_attnres import AttnResConfig
 from ..depth_reads import Read
 from ..fingerprint import checkpoint_fingerprint
+from ..installation import how_to_install
 from ..markup import Markdown, code, escaped, plain_markdown, render, sentence
 from ..outputs import write_file
 from ..reports import SourceWeights, VerificationReport
@@ -158,7 +159,15 @@ def _rendered(template: str, metadata: dict[str, Any], **values: Any) -> ModelCa
         card_data = Markdown(ModelCardData(**metadata).to_yaml())
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"The metadata of the card are not valid ({type(error).__name__}: {error}).") from None
-    return ModelCard(render(__package__, template, card_data=card_data, **values))
+    return ModelCard(
+        render(
+            __package__,
+            template,
+            card_data=card_data,
+            how_to_install=lambda *extra: Markdown(how_to_install(*extra)),
+            **values,
+        )
+    )
 
 
 def _in_words(weights: SourceWeights) -> dict[str, Any]:

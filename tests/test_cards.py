@@ -16,7 +16,8 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from matplotlib import pyplot as plt
 from tiny_gguf import write_gguf
-from tiny_models import convert_in_memory, tiny_base_model
+from tiny_models import convert as convert_in_memory
+from tiny_models import tiny_base_model
 
 from attnres.checkpoint import open_checkpoint
 from attnres.conversion import convert, revert
@@ -99,6 +100,11 @@ def shown(markdown: str) -> tuple[list[str], set[str], list[str]]:
     assert html == []
     links = {child.attrs.get("href") or child.attrs.get("src") for child in inline}
     fences = [token.content for token in tokens if token.type in ("fence", "code_block")]
+    # GitHub makes links of addresses in text by itself
+    text = re.sub(
+        r"^```.*?^```$|(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)|\]\(.*?\)", "", markdown, flags=re.DOTALL | re.MULTILINE
+    )
+    assert not re.search(r"(https?://|www\.)evil", text)
     return headings, links - {None}, fences
 
 
@@ -113,13 +119,10 @@ def test_what_is_not_ours_does_nothing_in_a_card(attack, checkpoint, tmp_path):
     assert headings[1:] == expected[1:] and len(headings) == len(expected)
     ours = {link for link in expected_links if "plain" not in link}
     assert ours <= links and all(link in ours or link.startswith("figures/") for link in links)
-    assert not any(address in card.text for address in ("http://evil", "https://evil", "www.evil"))
-    for block in fences:  # the name is a string of Python, or a word of a command
-        if "import" in block:
-            names = [node.value for node in ast.walk(ast.parse(block)) if isinstance(node, ast.Constant)]
-            assert names.count(printable(text)) == 2 or "lora" in block.lower()
-        elif "attnres serve" in block:
-            assert shlex.split(block.splitlines()[0])[2] == printable(text)
+    python, serving, peft, _ = fences  # the name is a string of Python, or a word of a command
+    names = [node.value for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Constant)]
+    assert names.count(printable(text)) == 2 and ast.parse(peft)
+    assert shlex.split(serving.splitlines()[0], comments=True) == ["attnres", "serve", printable(text)]
     metadata = yaml.safe_load(re.match(r"---\n(.*?)\n---\n", str(card), re.DOTALL)[1])
     assert metadata["base_model"] == text and "license" not in metadata
     assert card.data.to_dict()["base_model"] == text
@@ -142,7 +145,7 @@ def card_with(text: str, folder: Path) -> ModelCard:
 
 @pytest.mark.parametrize("attack", HARMFUL)
 def test_what_is_not_ours_does_nothing_elsewhere(attack, tmp_path):
-    """In reports of conversions, tables of evaluations, cards of adapters, and figures."""
+    """In reports of conversions, tables of evaluations and cards of adapters."""
     text = HARMFUL[attack]
     training = {"base": text, "mode": "lora", "has_queries": True, "dataset": text, "steps": 1, "before": None}
     card = write_adapter_card(
@@ -163,10 +166,12 @@ def test_what_is_not_ours_does_nothing_elsewhere(attack, tmp_path):
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1  # as many cells in every row
     assert plain_markdown(markdown) == markdown  # so the card shows it as it is
 
-    assert forest_plot(results, tmp_path) and plot_curves({text: []}, tmp_path / "loss", title=text)
-    sites = [
-        SiteStatistics(site=i, kind=kind, layer=0, **SITE) for i, kind in enumerate(("attention", "mlp", "final"))
-    ]
+
+def test_names_are_no_formulas_in_figures(tmp_path):
+    text = "_$x^$ \\$ {{ $\\frac$"
+    assert forest_plot(an_evaluation(text), tmp_path) and plot_curves({text: []}, tmp_path / "loss", title=text)
+    kinds = enumerate(("attention", "mlp", "final"))
+    sites = [SiteStatistics(site=i, kind=kind, layer=0, **SITE) for i, kind in kinds]
     statistics = DepthStatistics(text, "llama", block_size=1, num_blocks=2, text=text, num_tokens=8, sites=sites)
     for figure in (heat_map([statistics]), profiles([statistics])):
         figure.savefig(tmp_path / "figure.png")
@@ -197,7 +202,7 @@ def test_text_is_shown_as_it_is():
             read = "".join(child.content for child in inline.children)
             assert " ".join(read.split()) == " ".join(f"a {printable(text)}".split())
         assert sentence(sentence("a b")) == "a b" and plain_markdown(plain_markdown(text)) == plain_markdown(text)
-    assert plain_markdown(TABLE) == TABLE and sentence("`a_b` is a_b") == r"`a_b` is a\_b"
+    assert plain_markdown(TABLE) == TABLE and sentence("`_a_` is _a_b_") == r"`_a_` is \_a_b\_"
 
 
 def fifo(path: Path):
@@ -210,7 +215,7 @@ def link_to(target: str):
 
 FILES = {
     "a link out": (link_to("/etc/passwd"), "is a link out of the folder, to `/etc/passwd`"),
-    "a link out by its parents": (link_to("../../../secret.md"), "is a link out of the folder"),
+    "a link out by its parents": (link_to("../../secret.md"), "is a link out of the folder"),
     "a device": (link_to("/dev/zero"), "is a link out of the folder"),
     "a link to nowhere": (link_to("nowhere"), "is a link to nowhere"),
     "a link to itself": (lambda path: path.symlink_to(path.name), "is a link to nowhere"),
@@ -221,12 +226,14 @@ FILES = {
 READ = ("evaluation/table.md", "conversion_report.json", "depth/depth.json", "README.md")
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("name", READ)
 @pytest.mark.parametrize("kind", FILES)
 def test_no_file_is_read_but_those_of_the_folder(kind, name, checkpoint, tmp_path, run_attnres, capsys):
-    (tmp_path / "secret.md").write_text("secret")
     folder = a_copy(checkpoint, tmp_path / "a/model")
     make, message = FILES[kind]
+    for outside in (tmp_path, folder.parent):  # where the link leads from the folder, and from those in it
+        (outside / "secret.md").write_text("secret")
     (folder / name).parent.mkdir(exist_ok=True)
     make(folder / name)
     before = sorted(path.name for path in folder.rglob("*"))
