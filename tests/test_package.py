@@ -203,7 +203,7 @@ def test_files_of_another_distribution_are_told_of(kind, tmp_path):
 
 def test_nobody_is_sent_to_a_name_that_is_not_ours():
     """`pip install attnres` gives nothing, or a stranger's package, until it is published."""
-    pattern = re.compile(r"pip install [^\n]*?[ '\"]attnres\b")
+    pattern = re.compile(r"pip install (-\S+ )*['\"]?attnres\b")
     names = [path for kind in ("*.py", "*.md", "*.jinja", "*.yml", "*.yaml") for path in ROOT.rglob(kind)]
     found = [
         (path.relative_to(ROOT).as_posix(), line)
