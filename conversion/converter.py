@@ -102,8 +102,8 @@ def convert(
         return _convert(open_checkpoint(source, revision), path, blocks, read, self_contained, **options)
     check_type(gguf.config_dict())
     with hidden_folder(path, "dequantised", gguf.num_bytes) as folder:
-        options["weights"] = gguf.weights()
-        return _convert(gguf.dequantize(folder), path, blocks, read, self_contained, **options)
+        source_weights = gguf.weights()
+        return _convert(gguf.dequantize(folder), path, blocks, read, self_contained, weights=source_weights, **options)
 
 
 def _convert(

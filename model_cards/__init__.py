@@ -122,7 +122,7 @@ def render_model_card(
     legends = {"A": "A: attention, M: MLP", "S": "S: all that a layer adds at once"}
     norms = query.float().norm(dim=-1)
     is_made_of_other = is_made_of_other_weights(metadata, report, weights)
-    if is_made_of_other and weights.quantized and not norms.any() and training is None:
+    if weights is not None and is_made_of_other and weights.quantized and not norms.any() and training is None:
         metadata.setdefault("base_model_relation", "quantized")  # as the Hub has it; otherwise it takes a fine-tune
     return _rendered(
         "card.md.jinja",

@@ -28,6 +28,7 @@ from attnres.markup import code, escaped, plain_markdown, printable, sentence
 from attnres.model_cards import weights_of, write_adapter_card, write_model_card
 from attnres.reports import ConversionReport, Parity, SourceWeights, VerificationReport
 from attnres.training.curves import plot_curves
+from attnres.training.finetune import metadata_of_base
 
 
 HARMFUL = {
@@ -340,6 +341,17 @@ def test_a_model_of_a_quantised_file_says_so_wherever_it_goes(tmp_path):
     assert report.weights == expected and any(words in note for note in report.notes)
     convert(tmp_path / "reverted", tmp_path / "again", verify=False)
     assert words in card("again")
+    # what is trained on it takes that over, from its card or, where there is none, from its report
+    training = {"base": "x", "mode": "full", "has_queries": True, "dataset": "x", "steps": 1, "before": None}
+    for base in ("attnres", "reverted"):
+        metadata = metadata_of_base(str(tmp_path / base))
+        assert metadata["attnres_source_weights"] == asdict(expected)
+        trained = a_copy(tmp_path / "attnres", tmp_path / f"of-{base}")
+        for name in ("README.md", "conversion_report.json"):
+            (trained / name).unlink()
+        assert words in card(trained.name, base_metadata=metadata, training=training)
+        adapter = write_adapter_card(tmp_path, title="x", repo_id="x", metadata=metadata, training=training)
+        assert f"The weights of the base were made from {words}, dequantised to fp32." in adapter.read_text()
     (tmp_path / "attnres/conversion_report.json").unlink()  # the card knows it as well
     assert weights_of(open_checkpoint(tmp_path / "attnres")) == expected
 
