@@ -7,7 +7,9 @@ Importing this package registers AttnRes with the Auto classes. torch and the mo
 import importlib
 import importlib.abc
 import importlib.util
+import os
 import sys
+import warnings
 
 
 __version__ = "0.2.0"
@@ -39,6 +41,26 @@ def __getattr__(name: str):
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *_PUBLIC_NAMES])
+
+
+def _warn_of_files_of_others():
+    """Of what another distribution has put into the folder of the installed package, which then may not be ours alone.
+
+    What is ours, pip keeps in a list beside the folder. In a clone there is none.
+    """
+    folder = os.path.dirname(os.path.abspath(__file__))
+    record = os.path.join(os.path.dirname(folder), f"attnres-{__version__}.dist-info", "RECORD")
+    try:
+        with open(record, encoding="utf-8") as lines:
+            ours = {line.split("/")[1].split(",")[0] for line in lines if line.startswith("attnres/")}
+    except OSError:
+        return
+    others = sorted({*os.listdir(folder)} - ours - {"__pycache__"})
+    if others:
+        from .installation import mixed_up
+
+        found = f"`{'`, `'.join(others[:5])}`{' and others' if others[5:] else ''} came with something else"
+        warnings.warn(mixed_up(folder, found), RuntimeWarning, stacklevel=3)
 
 
 def _register_config(auto_module):
@@ -124,4 +146,5 @@ class _Registration(importlib.abc.MetaPathFinder):
             sys.meta_path.insert(0, cls())
 
 
+_warn_of_files_of_others()
 _Registration.install()

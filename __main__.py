@@ -22,6 +22,18 @@ def is_initialising_extension(frame) -> bool:
     return False
 
 
+def refuse_another_package():
+    """End the program if `__init__.py` beside this file is not ours: another distribution has replaced it."""
+    import attnres
+
+    if "AttnResConfig" not in getattr(attnres, "__all__", ()):
+        from .installation import mixed_up
+
+        folder = os.path.dirname(os.path.abspath(__file__))
+        print(f"Error: {mixed_up(folder, 'its `__init__.py` is of something else')}", file=sys.stderr)
+        sys.exit(1)
+
+
 def main():
     """Run the program. After SIGINT it ends with one line and exit code 130, whatever became of the exception."""
     interrupted = -1.0  # when, in seconds
@@ -63,6 +75,7 @@ def main():
     signal.signal(signal.SIGINT, interrupt)
     sys.unraisablehook = unraisable
     try:
+        refuse_another_package()
         from .cli import main as run
 
         run()

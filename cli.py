@@ -26,6 +26,7 @@ from .console import (
     say,
     say_written,
 )
+from .installation import how_to_install
 
 
 # What not every installation has, and the extra that brings it
@@ -387,7 +388,7 @@ def main():
     except ModuleNotFoundError as error:
         if error.name not in OPTIONAL_MODULES:
             raise
-        fail(f"{error.name} is not installed: pip install 'attnres[{OPTIONAL_MODULES[error.name]}]'")
+        fail(f"{error.name} is not installed: {how_to_install(OPTIONAL_MODULES[error.name])}")
     except (ValueError, OSError) as error:
         fail(str(error))
 

@@ -27,7 +27,7 @@ from transformers.utils import logging
 logger = logging.get_logger(__name__)
 
 BACKENDS = ("auto", "reference", "torch", "triton", "fla")
-INSTALL = {"triton": "pip install 'attnres[gpu]'", "fla": "pip install flash-linear-attention"}
+INSTALL = {"triton": "pip install triton", "fla": "pip install flash-linear-attention"}
 NOT_INSTALLED, WITHOUT_TRITON = "not installed", "goes with `triton`"
 _backend = "auto"
 _trial = threading.local()

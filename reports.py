@@ -2,6 +2,65 @@
 """What a conversion and its verification leave to be read, as objects, JSON and Markdown."""
 
 from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from .markup import code, escaped, sentence
+
+
+@dataclass(frozen=True)
+class SourceWeights:
+    """What the weights of a checkpoint were made from, where that was not a checkpoint of plain numbers.
+
+    Args:
+        format: `gguf`, or the `quant_method` of a config, such as `fp8`, `gptq`, `awq` and `bitsandbytes`.
+        file: name of a GGUF file.
+        kind: of it as a whole, such as `Q4_K_M`.
+        tensors: number of tensors by the type they have there, such as `{"Q4_K": 210, "F32": 61}`.
+        quantized: whether there are other types than floating-point numbers among them.
+        dequantized: whether they have been written as plain numbers since; otherwise they are as they were.
+    """
+
+    format: str
+    file: str | None
+    kind: str
+    tensors: dict[str, int]
+    quantized: bool
+    dequantized: bool
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "SourceWeights":
+        """The inverse of `asdict`.
+
+        Raises:
+            TypeError: if it is something else.
+        """
+        weights = cls(**values)
+        counts = weights.tensors.items()  # AttributeError is no TypeError, so
+        if not all(isinstance(name, str) and isinstance(count, int) for name, count in counts):
+            raise TypeError(f"`tensors={weights.tensors!r}` is no number of tensors by type")
+        return weights
+
+    @property
+    def counts(self) -> str:
+        return ", ".join(f"{count} of {kind}" for kind, count in self.tensors.items())
+
+    def in_words(self) -> str:
+        """With names as they are: whoever shows it puts them through `markup.sentence`."""
+        tensors = f"{self.kind}; tensors: {self.counts}"
+        if self.file is None:
+            return f"{self.format} weights ({tensors})"
+        return f"the {'quantised ' if self.quantized else ''}GGUF file `{self.file}` ({tensors})"
+
+    def note(self) -> str:
+        """What a report says of it."""
+        if not self.dequantized:
+            return f"weights are quantised: {self.in_words()}, byte for byte as in the source"
+        if not self.quantized:
+            return f"weights were read from {self.in_words()} and are kept in fp32"
+        return (
+            f"weights were quantised: they come from {self.in_words()} and were dequantised to fp32, so they are not"
+            " those from before the quantisation, in neither of the models that are compared here"
+        )
 
 
 @dataclass(frozen=True)
@@ -71,16 +130,16 @@ class VerificationReport:
             "what rounding does to it": lambda p: f"{p.rounding:.1e}",
             "has to be at most": lambda p: f"{p.tolerance:.1e}",
         }
-        criteria = ", ".join(f"in {parity.dtype} {parity.criterion}" for parity in self.parities)
+        criteria = ", ".join(f"in {escaped(p.dtype)} {sentence(p.criterion)}" for p in self.parities)
         lines = [
-            f"`{self.first}` and `{self.second}` on {self.num_tokens} tokens of {self.text}: "
+            f"{code(self.first)} and {code(self.second)} on {self.num_tokens:d} tokens of {sentence(self.text)}: "
             + (
                 "the same function, up to rounding."
                 if self.equal
-                else f"they differ, first at {self.first_difference}."
+                else f"they differ, first at {sentence(self.first_difference)}."
             ),
             "",
-            "| | " + " | ".join(parity.dtype for parity in self.parities) + " |",
+            "| | " + " | ".join(escaped(parity.dtype) for parity in self.parities) + " |",
             "|---|" + "---|" * len(self.parities),
         ]
         lines += [f"| {name} | " + " | ".join(map(cell, self.parities)) + " |" for name, cell in rows.items()]
@@ -109,31 +168,32 @@ class ConversionReport:
     verification: VerificationReport | None
     notes: list[str]
     read: str = ""  # in words, where it is not the paper's own
+    weights: SourceWeights | None = None  # of the source, where they were not plain numbers from the start
 
     def to_dict(self) -> dict:
         verification = None if self.verification is None else self.verification.to_dict()
         return {**asdict(self), "verification": verification}
 
     def to_markdown(self) -> str:
-        lines = [f"# {self.operation}: `{self.source}` to `{self.destination}`", ""]
+        lines = [f"# {escaped(self.operation)}: {code(self.source)} to {code(self.destination)}", ""]
         if self.base_model_type is not None and self.block_size is not None:
             num_blocks = -(-self.num_sublayers // self.block_size)
             lines.append(
-                f"- {self.base_model_type}, {self.num_sublayers} sublayers in {num_blocks} blocks of {self.block_size}"
-                + (" (Full AttnRes)" if self.block_size == 1 else "")
+                f"- {escaped(self.base_model_type)}, {self.num_sublayers} sublayers in {num_blocks} blocks of"
+                f" {self.block_size}" + (" (Full AttnRes)" if self.block_size == 1 else "")
             )
         if self.read:
-            lines.append(f"- read over depth: {self.read}")
+            lines.append(f"- read over depth: {sentence(self.read)}")
         if self.source_commit is not None:
-            lines.append(f"- revision of the source: `{self.source_commit}`")
+            lines.append(f"- revision of the source: {code(self.source_commit)}")
         if self.tensors_added:
             lines.append(f"- added: {len(self.tensors_added)} tensors of depth attention")
         if self.tensors_dropped:
             lines.append(f"- dropped: {len(self.tensors_dropped)} tensors of depth attention")
-        lines += [f"- left behind: `{name}`" for name in self.left_behind]
+        lines += [f"- left behind: {code(name)}" for name in self.left_behind]
         lines.append(f"- {self.num_bytes / 1e9:.3f} GB in {self.seconds:.1f} s before verification")
-        lines += [f"- {note}" for note in self.notes]
+        lines += [f"- {sentence(note)}" for note in self.notes]
         lines += ["", "## Verification", ""]
         lines.append("Not done." if self.verification is None else self.verification.to_markdown())
-        versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
+        versions = ", ".join(f"{name} {escaped(version)}" for name, version in self.versions.items())
         return "\n".join([*lines, "", f"{versions}."]) + "\n"

@@ -3,6 +3,8 @@
 
 import contextlib
 import json
+import os
+import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -19,6 +21,8 @@ from huggingface_hub.errors import (
 from huggingface_hub.utils import get_session
 
 
+# Of what is read whole into memory beside the weights; the largest of ours, `depth.json`, has some megabytes
+MAX_BYTES = 64 * 2**20
 # Configuration classes make a name for each, in memory
 MAX_LABELS = 1_000_000
 # Of the first request to the Hub, after which it is taken to be out of reach: the client itself tries six times
@@ -129,6 +133,43 @@ def hub_errors_explained(source: str | Path, revision: str | None) -> Iterator[N
     else:
         return
     raise OSError(f"{message}.") from None
+
+
+def file_inside(folder: Path, name: str) -> Path | None:
+    """Where a file of a folder is in truth, `None` if there is none.
+
+    Raises:
+        ValueError: if it is a link out of the folder, or no regular file. In the Hub's cache files are links into the
+            folder `blobs` of their repository.
+    """
+    path, root = folder / name, folder.resolve()
+    if not os.path.lexists(path):
+        return None
+    try:
+        target = path.resolve(strict=True)
+    except (OSError, RuntimeError):  # of a loop of links, which depends on the version of Python
+        raise ValueError(f"`{path}` is a link to nowhere. Remove it.") from None
+    blobs = root.parent.parent / "blobs"
+    if not target.is_relative_to(root) and not (root.parent.name == "snapshots" and target.is_relative_to(blobs)):
+        raise ValueError(
+            f"`{path}` is a link out of the folder, to `{target}`. Put the file itself there, or remove the link."
+        )
+    if not stat.S_ISREG(target.stat().st_mode):
+        raise ValueError(f"`{path}` is not a regular file. Remove it.")
+    return target
+
+
+def read_inside(folder: Path, name: str, max_bytes: int = MAX_BYTES) -> bytes | None:
+    """The content of a file of a folder, `None` if there is none; errors as for `file_inside`, also of large ones."""
+    target = file_inside(folder, name)
+    if target is None:
+        return None
+    # What has taken its place meanwhile is not followed, nor waited for
+    with open(os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+        content = file.read(max_bytes + 1)
+    if len(content) > max_bytes:
+        raise ValueError(f"`{folder / name}` has more than {max_bytes / 1e6:.0f} MB, so it is not what it should be.")
+    return content
 
 
 def read_json(path: Path) -> dict:

@@ -99,10 +99,11 @@ def convert(
     options = {"link": link, "verify": verify, "verify_text": verify_text, "device": device}
     if gguf is None:
         check_type(read_config_dict(source, revision))
-        return _convert(open_checkpoint(source, revision), path, blocks, read, self_contained, [], **options)
+        return _convert(open_checkpoint(source, revision), path, blocks, read, self_contained, **options)
     check_type(gguf.config_dict())
     with hidden_folder(path, "dequantised", gguf.num_bytes) as folder:
-        return _convert(gguf.dequantize(folder), path, blocks, read, self_contained, gguf.notes(), **options)
+        source_weights = gguf.weights()
+        return _convert(gguf.dequantize(folder), path, blocks, read, self_contained, weights=source_weights, **options)
 
 
 def _convert(
@@ -111,7 +112,6 @@ def _convert(
     blocks: dict[str, int],
     read: dict[str, Any],
     self_contained: bool,
-    notes: list[str],
     **options: Any,
 ) -> ConversionReport:
     """Convert a checkpoint that is open; `options` are those of `write_checkpoint`."""
@@ -126,8 +126,9 @@ def _convert(
     check_head(checkpoint, config)
     if self_contained:
         config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+    notes = []
     if checkpoint.is_multimodal:
-        notes = [*notes, "compared on text; what reads images or sound is the base's, byte for byte"]
+        notes = ["compared on text; what reads images or sound is the base's, byte for byte"]
     # The queries are zero, but other ones may be of other tensors
     is_other_query = not is_new and not {"attn_res_query", "attn_res_query_rank"}.isdisjoint(read)
     return write_checkpoint(

@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_gguf_available, quantization_config
 
 from ..checkpoint import Checkpoint, open_checkpoint
+from ..reports import SourceWeights
 from ..sources import hub_can_be_reached, hub_errors_explained, local_folder
 from .running import quiet_loading
 
@@ -47,11 +48,11 @@ class GGUF:
             return AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name).to_dict()
 
     @functools.cached_property
-    def _tensors(self) -> list[Any]:
+    def _reader(self) -> Any:
         import gguf
 
         with self._errors_explained():
-            return gguf.GGUFReader(self.path).tensors
+            return gguf.GGUFReader(self.path)
 
     @property
     def num_bytes(self) -> int:
@@ -60,11 +61,11 @@ class GGUF:
 
     @property
     def _num_elements(self) -> int:
-        return sum(int(tensor.n_elements) for tensor in self._tensors)
+        return sum(int(tensor.n_elements) for tensor in self._reader.tensors)
 
     def kinds(self) -> dict[str, int]:
         """The number of tensors of each type, such as `{"Q4_1": 210, "F32": 61}`."""
-        return dict(Counter(tensor.tensor_type.name for tensor in self._tensors).most_common())
+        return dict(Counter(tensor.tensor_type.name for tensor in self._reader.tensors).most_common())
 
     def dequantize(self, folder: Path) -> Checkpoint:
         """Write weights in fp32, config and tokenizer to a folder, and open that.
@@ -110,16 +111,27 @@ class GGUF:
         fresh.generation_config = model.generation_config
         return fresh
 
-    def notes(self) -> list[str]:
-        """What the report says of where the weights come from."""
+    def weights(self) -> SourceWeights:
+        """What a checkpoint of its weights was made from."""
         kinds = self.kinds()
-        counts = "tensors: " + ", ".join(f"{count} of {kind}" for kind, count in kinds.items())
-        if set(kinds) <= set(FLOATS):
-            return [f"weights read from the GGUF file `{self.path.name}` ({counts}) and kept in fp32"]
-        return [
-            f"weights were quantised: read from the GGUF file `{self.path.name}` ({counts}) and dequantised to fp32;"
-            " both models that were compared have these values, not those from before the quantisation"
-        ]
+        return SourceWeights(
+            format="gguf",
+            file=self.path.name,
+            kind=self._kind(kinds),
+            tensors=kinds,
+            quantized=not set(kinds) <= set(FLOATS),
+            dequantized=True,
+        )
+
+    def _kind(self, kinds: dict[str, int]) -> str:
+        """What the file is called as a whole, such as `Q4_K_M`: as its header says, else its most frequent type."""
+        import gguf
+
+        with contextlib.suppress(Exception):  # of a field that is missing, or holds anything
+            field = self._reader.fields["general.file_type"]
+            kind = gguf.LlamaFileType(int(field.parts[field.data[0]][0])).name
+            return kind.removeprefix("MOSTLY_").removeprefix("ALL_")
+        return next((kind for kind in kinds if kind not in FLOATS), next(iter(kinds), "empty"))
 
     @contextlib.contextmanager
     def _errors_explained(self) -> Iterator[None]:
@@ -160,7 +172,7 @@ def find_gguf(source: str | Path, gguf_file: str | None, revision: str | None) -
             f" {merged}`."
         )
     if not is_gguf_available():
-        raise ValueError(f"To read `{found.name}`, install `gguf`: `pip install 'attnres[gguf]'`.")
+        raise ValueError(f"To read `{found.name}`, install `gguf`: `pip install gguf`.")
     return found
 
 

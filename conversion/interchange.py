@@ -168,11 +168,15 @@ def export_checkpoint(
     if config.attn_res_scale_norm_eps:
         notes.append("its reads are multiplied by their number of sources")
     if config.attn_res_norm_eps != norm_eps(config):
-        notes.append(f"the epsilon of its key norms is {config.attn_res_norm_eps}, of the others {norm_eps(config)}")
+        notes.append(
+            f"the epsilon of its key norms is {config.attn_res_norm_eps}, and that of its others {norm_eps(config)}"
+        )
     if notes and not force:
+        them = "it" if len(notes) == 1 else "both"
+        sentences = " ".join(f"{note[0].upper()}{note[1:]}." for note in notes)
         raise ValueError(
-            f"`{source}` has what {naming} cannot express: {' and '.join(notes)}."
-            " Such small numbers seldom matter; `--force` writes it without."
+            f"`{source}` has what {naming} cannot express. {sentences}"
+            f" What that changes is small and seldom matters: `--force` writes the checkpoint without {them}."
         )
     exported = config_to_fla(checkpoint) if naming == "fla" else config_to_kimi(checkpoint)
 

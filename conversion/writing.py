@@ -16,8 +16,8 @@ from .. import __version__
 from ..checkpoint import REPORT_NAMES, Checkpoint, open_checkpoint, refuse_links_out
 from ..configuration_attnres import AttnResConfig
 from ..depth_reads import Read
-from ..model_cards import CODE_FILES, code_files, inherited_metadata, write_model_card
-from ..reports import ConversionReport
+from ..model_cards import CODE_FILES, code_files, inherited_metadata, weights_of, write_model_card
+from ..reports import ConversionReport, SourceWeights
 from .checks import check_tensors, depth_config, is_attnres
 from .files import atomic_folder, copy_companions, write_weights
 from .parity import check_device, check_finite_weights, compare_with, read_sample, read_windows, run_reference
@@ -41,6 +41,7 @@ def write_checkpoint(
     device: str = "auto",
     may_differ: bool = False,
     notes: Sequence[str] = (),
+    weights: SourceWeights | None = None,
 ) -> ConversionReport:
     """Write, verify, describe: the part that all conversions share.
 
@@ -50,8 +51,11 @@ def write_checkpoint(
         add: tensors to add, by name.
         rename: new names of the others, `None` for those to leave out.
         may_differ: write it also if the verification shows a difference.
+        weights: what the source's were made from, where that does not show in its files.
     """
     names, add = cards_to_keep(source, config), add or {}
+    weights = weights or weights_of(source)
+    notes = notes if weights is None else [weights.note(), *notes]
     check_before_writing(source, names)
     if verify:
         check_before_verifying(source, verify_text, device)
@@ -85,6 +89,7 @@ def write_checkpoint(
             versions={"attnres": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
             verification=verification,
             notes=list(notes),
+            weights=weights,
         )
         write_report_and_card(report, source, config, folder)
     return report

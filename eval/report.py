@@ -27,7 +27,9 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
+from ..markup import escaped, figure_text, sentence
 from ..outputs import COLOURS, write_figure, write_file
+from ..sources import read_inside
 from .benchmarks import Benchmark
 from .models import EvalModel, EvalOptions
 from .saved import Finished, ModelResults, output_folder, set_aside
@@ -98,7 +100,7 @@ def model_names(models: list[EvalModel]) -> list[str]:
 
 def table(results: dict[str, Any]) -> str:
     """`table.md`: the paper's columns beside ours."""
-    names = [model["name"] for model in results["models"]]
+    names = [escaped(model["name"]) for model in results["models"]]
     lines = []
     header = ["benchmark", "examples", "documents", *names]
     header += [f"{name} - {names[0]}" for name in names[1:]] + [f"p, {name}" for name in names[1:]]
@@ -106,7 +108,7 @@ def table(results: dict[str, Any]) -> str:
     lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
     for row in results["rows"]:
         shots = sorted(set(row["num_fewshot"].values()))
-        cells = [row["benchmark"]["name"], "/".join(map(str, shots)), str(row["num_documents"])]
+        cells = [escaped(row["benchmark"]["name"]), "/".join(map(escaped, shots)), escaped(row["num_documents"])]
         cells += [f"{100 * value:.1f} ± {100 * error:.1f}" for value, error in row["scores"]]
         for comparison in row["comparisons"]:
             low, high = comparison["interval"]
@@ -117,11 +119,12 @@ def table(results: dict[str, Any]) -> str:
         cells += [f"{figure:.1f}" for figure in row["benchmark"]["paper"] or ()] or ["", ""]
         lines.append("| " + " | ".join(cells) + " |")
     lines += ["", LEGEND]
-    lines += [f"- {sentence}" for sentence in bits_per_byte(results)]
-    lines += [f"- {warning}" for warning in answer_warnings(results)]
+    lines += [f"- {sentence(figures)}" for figures in bits_per_byte(results)]
+    lines += [f"- {sentence(warning)}" for warning in answer_warnings(results)]
     licenses = {row["benchmark"]["name"]: row["benchmark"].get("license") for row in results["rows"]}
-    lines += [f"- Licence of {name}: {license}" for name, license in licenses.items() if license is not None]
-    lines += [f"- {name} was skipped: {reason}" for name, reason in results["skipped"].items()]
+    licenses = {name: license for name, license in licenses.items() if license is not None}
+    lines += [f"- Licence of {sentence(name)}: {sentence(license)}" for name, license in licenses.items()]
+    lines += [f"- {sentence(name)} was skipped: {sentence(reason)}" for name, reason in results["skipped"].items()]
     return "\n".join(lines) + "\n"
 
 
@@ -191,7 +194,7 @@ def forest_plot(results: dict[str, Any], output: Path) -> list[Path]:
             axes.plot([low, high], [y + shift] * 2, color=colour, linewidth=1.8, solid_capstyle="butt")
             filled = colour if comparison["p_holm"] < 0.05 else "white"
             axes.plot(difference, y + shift, "o", color=colour, markerfacecolor=filled, markersize=6)
-        axes.plot([], [], "o-", color=COLOURS[i % len(COLOURS)], linewidth=1.8, label=name)
+        axes.plot([], [], "o-", color=COLOURS[i % len(COLOURS)], linewidth=1.8, label=figure_text(name))
     papers = [(y, row["benchmark"]["paper"]) for y, row in enumerate(rows) if row["benchmark"]["paper"]]
     if papers:
         ys, differences = zip(*((y, after - before) for y, (before, after) in papers))
@@ -199,9 +202,10 @@ def forest_plot(results: dict[str, Any], output: Path) -> list[Path]:
     axes.axvline(0, color="#999999", linewidth=1)
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, -1), max(high, 1))  # differences of rounding shall look like none
-    axes.set_yticks(range(len(rows)), [f"{row['benchmark']['name']} (n={row['num_documents']})" for row in rows])
+    labels = [figure_text(f"{row['benchmark']['name']} (n={row['num_documents']})") for row in rows]
+    axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel(f"difference to {names[0]} in percentage points, 95 % interval")
+    axes.set_xlabel(f"difference to {figure_text(names[0]).strip()} in percentage points, 95 % interval")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, title="filled: p < 0.05 after Holm's correction")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -256,14 +260,15 @@ def read(folder: Path) -> dict[str, Any]:
         ValueError: if there is none, or it is damaged, of another schema or somebody else's.
     """
     path = folder / "results.json"
-    if not path.exists():
+    content = read_inside(folder, path.name)
+    if content is None:
         raise ValueError(f"`{folder}` holds no results.json; `attnres eval` writes one.")
     try:
-        results = json.loads(path.read_bytes())
+        results = json.loads(content)
         schema = results["schema"] if isinstance(results, dict) and "schema" in results else None
         if schema == SCHEMA:
             table(results)  # which needs most of it
-    except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
         raise ValueError(f"`{path}` is damaged ({reason}); `attnres eval` writes it anew from the samples.") from None
     if schema is None:

@@ -15,6 +15,7 @@ from matplotlib.colors import Colormap, Normalize, PowerNorm, SymLogNorm  # noqa
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator  # noqa: E402
 
+from ..markup import figure_text  # noqa: E402
 from ..outputs import write_figure  # noqa: E402
 from .measure import DepthStatistics  # noqa: E402
 
@@ -92,8 +93,8 @@ def _heat_maps(panels: list[tuple[str, DepthStatistics, np.ndarray, str | Colorm
                 axis.axhline(boundary - 0.5, color="black", linewidth=0.8)
                 axis.axhline(boundary - 0.5, color="white", linewidth=0.8, linestyle=(0, (3, 3)))
         # ten characters of this size are 0.85 inches
-        title = "\n".join(part for line in title.split("\n") for part in wrap(line, int(size[0] / 0.085)))
-        _label_heat_map(axis, of_model, title)
+        lines = [part for line in title.split("\n") for part in wrap(line, int(size[0] / 0.085))]
+        _label_heat_map(axis, of_model, "\n".join(map(figure_text, lines)))
         figure.colorbar(image, ax=axis, label=unit, fraction=0.08, aspect=30)
     return figure
 
@@ -135,7 +136,7 @@ def profiles(statistics: list[DepthStatistics]) -> Figure:
             _line(row[2], sites, "stream_rms", "PreNorm stream", "black", linestyle="--")
         if has_gradients and sites[0].base_gradient_rms is not None:
             _line(row[3], sites[:-1], "base_gradient_rms", "PreNorm base", "black", linestyle="--")
-        row[0].set(title="entropy / its maximum", ylim=(0, 1.05), ylabel=of_model.model)
+        row[0].set(title="entropy / its maximum", ylim=(0, 1.05), ylabel=figure_text(of_model.model))
         row[1].set(title="weight of a source", ylim=(0, 1.05))
         row[2].set(title="hidden states, RMS", yscale="log")
         if has_gradients:

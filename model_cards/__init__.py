@@ -6,24 +6,32 @@
 
 import hashlib
 import json
-import shutil
+from collections import Counter
+from dataclasses import asdict
 from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
 
 import torch
+import yaml
 from huggingface_hub import HfApi, ModelCard, ModelCardData
-from huggingface_hub.repocard import metadata_load
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.repocard_data import eval_results_to_model_index
-from yaml import YAMLError
+from huggingface_hub.utils import validate_repo_id
+from safetensors import safe_open
 
 from .. import __version__
-from ..checkpoint import ZERO_AT_FIRST, open_checkpoint
+from ..checkpoint import REPORT_NAMES, ZERO_AT_FIRST, Checkpoint, open_checkpoint
 from ..configuration_attnres import AttnResConfig
 from ..depth_reads import Read
 from ..fingerprint import checkpoint_fingerprint
+from ..installation import how_to_install
+from ..markup import Markdown, code, escaped, plain_markdown, render, sentence
 from ..outputs import write_file
-from ..reports import VerificationReport
+from ..reports import SourceWeights, VerificationReport
+from ..sources import file_inside, read_inside
 
 
 if TYPE_CHECKING:
@@ -38,8 +46,12 @@ PIPELINE_TAGS = {
     "AttnResForQuestionAnswering": "question-answering",
     "AttnResModel": "feature-extraction",
 }
+# In the metadata of a card: what the weights were made from, see `SourceWeights`
+WEIGHTS_ENTRY = "attnres_source_weights"
 # Of the base's metadata, what holds for a conversion of it
-INHERITED = ("license", "license_name", "license_link", "language")
+INHERITED = ("license", "license_name", "license_link", "language", WEIGHTS_ENTRY)
+# Of a table of `attnres eval`, which has some kilobytes
+MAX_TABLE_BYTES = 2**20
 # What a checkpoint that carries its code consists of, see `saving_attnres.REMOTE_CODE_AUTO_MAP`
 CODE_FILES = (
     *("attn_res_fields.py", "base_classes.py", "base_config.py", "configuration_attnres.py", "depth_attention.py"),
@@ -70,6 +82,7 @@ def render_model_card(
     report: dict[str, Any] | None = None,
     parity: str | None = None,
     evaluation: str | None = None,
+    weights: SourceWeights | None = None,
     figures: list[Path] | None = None,
     inspection: dict[str, Any] | None = None,
     differences: bool = False,
@@ -85,7 +98,8 @@ def render_model_card(
         repo_id: what to load the model by in the examples.
         metadata: entries of the card's metadata, such as `base_model` and `license`.
         report, parity: what `conversion_report.json` holds, and its verification as Markdown.
-        evaluation: a table, as Markdown.
+        evaluation: a table, as Markdown, whose links and HTML are shown as text.
+        weights: what the model's were made from, where that was not a checkpoint of plain numbers.
         figures: paths of pictures relative to the card.
         inspection: what they were drawn from, see `_inspection`.
         differences: whether there is a plot of the evaluation.
@@ -99,21 +113,27 @@ def render_model_card(
         "pipeline_tag": PIPELINE_TAGS[(config.architectures or ["AttnResForCausalLM"])[0]],
         **(metadata or {}),
     }
-    metadata["tags"] = list(dict.fromkeys([*(metadata.get("tags") or []), "attnres", "attention-residuals"]))
+    tags = metadata.get("tags") or []
+    tags = [tags] if isinstance(tags, str) else tags
+    metadata["tags"] = list(dict.fromkeys([*tags, "attnres", "attention-residuals"]))
     num_sublayers, size = config.num_sites - 1, config.attn_res_block_size
     counts = config.sublayers_per_layer()
     kinds = "".join("AM" if count == 2 else "S" * count for count in counts)
     legends = {"A": "A: attention, M: MLP", "S": "S: all that a layer adds at once"}
     norms = query.float().norm(dim=-1)
-    base_model = metadata.get("base_model")
-    return ModelCard.from_template(
-        ModelCardData(**metadata),
-        template_str=resources.files(__package__).joinpath("card.md.jinja").read_text(encoding="utf-8"),
+    is_made_of_other = is_made_of_other_weights(metadata, report, weights)
+    if weights is not None and is_made_of_other and weights.quantized and not norms.any() and training is None:
+        metadata.setdefault("base_model_relation", "quantized")  # as the Hub has it; otherwise it takes a fine-tune
+    return _rendered(
+        "card.md.jinja",
+        metadata,
         title=title,
         repo_id=repo_id,
         config=config,
-        base_model=base_model[0] if isinstance(base_model, list) else base_model,
-        read=Read.of(config).in_words(),
+        base_model=linked_base(metadata),
+        is_made_of_other=is_made_of_other,
+        weights=weights,
+        read=sentence(Read.of(config).in_words()),
         query_norm=norms.max().item(),
         num_trained=norms.count_nonzero().item(),
         blocks=[" " * start + kinds[start : start + size] for start in range(0, num_sublayers, size)],
@@ -121,9 +141,9 @@ def render_model_card(
         legend=", ".join(legend for kind, legend in legends.items() if kind in kinds),
         short=num_sublayers % size,
         report=report,
-        parity=parity,
-        evaluation=evaluation,
-        figures=figures,
+        parity=None if parity is None else Markdown(parity),
+        evaluation=None if evaluation is None else plain_markdown(evaluation),
+        figures=[_picture(path) for path in figures or ()],
         inspection=inspection,
         differences=differences,
         training=training,
@@ -132,21 +152,71 @@ def render_model_card(
     )
 
 
+def _rendered(template: str, metadata: dict[str, Any], **values: Any) -> ModelCard:
+    """A card of a template, by which everything is escaped that is not ours; metadata are, as YAML."""
+    values = {name: _in_words(value) if isinstance(value, SourceWeights) else value for name, value in values.items()}
+    try:
+        card_data = Markdown(ModelCardData(**metadata).to_yaml())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"The metadata of the card are not valid ({type(error).__name__}: {error}).") from None
+    return ModelCard(
+        render(
+            __package__,
+            template,
+            card_data=card_data,
+            how_to_install=lambda *extra: Markdown(how_to_install(*extra)),
+            **values,
+        )
+    )
+
+
+def _in_words(weights: SourceWeights) -> dict[str, Any]:
+    return {**asdict(weights), "in_words": sentence(weights.in_words())}
+
+
+def is_made_of_other_weights(
+    metadata: dict[str, Any], report: dict[str, Any] | None, weights: SourceWeights | None
+) -> bool:
+    """Whether the base that a card names has other weights than the model was made from: those before quantisation."""
+    bases = metadata.get("base_model")
+    source = None if report is None else report.get("source")
+    return weights is not None and bool(bases) and source not in (bases if isinstance(bases, list) else [bases])
+
+
+def linked_base(metadata: dict[str, Any]) -> Markdown | None:
+    """The base that metadata name, the first of several, with a link if it is an id that the Hub can have."""
+    base_model = metadata.get("base_model")
+    base_model = next(iter(base_model), None) if isinstance(base_model, list) else base_model
+    if not base_model:
+        return None
+    try:
+        validate_repo_id(base_model)
+    except HFValidationError:
+        return code(base_model)
+    return Markdown(f"[{escaped(base_model)}](https://huggingface.co/{quote(base_model)})")
+
+
+def _picture(path: Path) -> Markdown:
+    return Markdown(f"![{escaped(path.stem.replace('_', ' '))}]({quote(path.as_posix())})")
+
+
 def write_adapter_card(
     folder: str | Path, *, title: str, repo_id: str, metadata: dict[str, Any], training: dict[str, Any]
 ) -> Path:
     """Write `README.md` of a PEFT adapter in a folder.
 
-    Arguments as for `render_model_card`; `training` also has `has_queries`, whether the base is an AttnRes model.
+    Arguments as for `render_model_card`; `training` also has `has_queries`, whether the base is an AttnRes model, and
+    `load_in_4bit`, whether it was trained on a base of 4 bits.
     """
     tags = [training["mode"], *(("attnres", "attention-residuals") if training["has_queries"] else ())]
     metadata = {"library_name": "peft", "pipeline_tag": "text-generation", **metadata, "tags": tags}
-    card = ModelCard.from_template(
-        ModelCardData(**metadata),
-        template_str=resources.files(__package__).joinpath("adapter.md.jinja").read_text(encoding="utf-8"),
+    card = _rendered(
+        "adapter.md.jinja",
+        metadata,
         title=title,
         repo_id=repo_id,
         training=training,
+        weights=_weights_in(metadata),
     )
     path = Path(folder) / "README.md"
     card.save(path)
@@ -169,15 +239,16 @@ def write_model_card(
         evaluation: a folder of `attnres eval`, whose table and plot go along and whose scores go into the metadata.
     """
     if evaluation is not None:
-        from ..eval.report import model_index
+        from ..eval.report import model_index, read, table
 
         title = (repo_id or Path(folder).absolute().name).split("/")[-1]
         results = model_index(Path(evaluation), Path(folder).absolute().name, checkpoint_fingerprint(folder))
         base_metadata = {**(base_metadata or {}), "model-index": eval_results_to_model_index(title, results)}
-        (Path(folder) / "evaluation").mkdir(exist_ok=True)
-        for name in ("table.md", "differences.png"):
-            if (Path(evaluation) / name).exists():
-                shutil.copyfile(Path(evaluation) / name, Path(folder) / "evaluation" / name)
+        pictures = read_inside(Path(evaluation), "differences.png")
+        _check_folder_inside(Path(folder), "evaluation")
+        write_file(Path(folder) / "evaluation/table.md", table(read(Path(evaluation))))
+        if pictures is not None:
+            write_file(Path(folder) / "evaluation/differences.png", pictures)
     card = model_card(
         folder, base_metadata=base_metadata, repo_id=repo_id, title=title, on_hub=on_hub, training=training
     )
@@ -216,17 +287,15 @@ def model_card(
     folder = checkpoint.folder
     names = [checkpoint.prefix + name for name in ZERO_AT_FIRST]
     names = [name for name in names if name in checkpoint.weight_map]
-    card_path, report_path, table = (
-        folder / "README.md",
-        folder / "conversion_report.json",
-        folder / "evaluation/table.md",
-    )
-    metadata = read_metadata(card_path)
-    metadata = {**metadata, **(base_metadata or {}), **code_metadata()}
+    weights = weights_of(checkpoint) or _weights_in(base_metadata or {}, dequantized=True)
+    metadata = {**read_metadata(folder / "README.md"), **(base_metadata or {}), **code_metadata()}
+    metadata.pop(WEIGHTS_ENTRY, None)
+    if weights is not None:
+        metadata[WEIGHTS_ENTRY] = asdict(weights)
     if checkpoint.is_multimodal:
         metadata["pipeline_tag"] = PIPELINE_TAGS["AttnResForConditionalGeneration"]
-    report = json.loads(report_path.read_text(encoding="utf-8")) if report_path.exists() else None
-    verification = None if report is None else report["verification"]
+    report, verification = read_report(folder)
+    table = read_inside(folder, "evaluation/table.md", MAX_TABLE_BYTES)
     title = title or (repo_id or folder.absolute().name).split("/")[-1]
     return render_model_card(
         checkpoint.text_config,
@@ -235,17 +304,89 @@ def model_card(
         repo_id=repo_id or title,
         metadata=metadata,
         report=report,
-        parity=None if verification is None else VerificationReport.from_dict(verification).to_markdown(),
-        evaluation=table.read_text(encoding="utf-8") if table.exists() else None,
-        figures=sorted(
-            path.relative_to(folder) for part in ("depth", "figures") for path in folder.glob(f"{part}/*.png")
-        ),
+        parity=None if verification is None else verification.to_markdown(),
+        evaluation=None if table is None else table.decode(errors="replace"),
+        weights=weights,
+        figures=_pictures(folder),
         inspection=_inspection(folder),
-        differences=(folder / "evaluation/differences.png").exists(),
+        differences=file_inside(folder, "evaluation/differences.png") is not None,
         training=training,
         multimodal=checkpoint.is_multimodal,
         with_code=(repo_id is not None if on_hub is None else on_hub) or (folder / "modeling_attnres.py").exists(),
     )
+
+
+def _check_folder_inside(folder: Path, name: str):
+    """Raise a `ValueError` if what is to be a folder in a folder is a link, out of it maybe."""
+    if (folder / name).is_symlink():
+        raise ValueError(f"`{folder / name}` is a link, to `{(folder / name).readlink()}`. Remove it.")
+
+
+def _pictures(folder: Path) -> list[Path]:
+    """The pictures to show, relative to the folder; errors as for `file_inside`."""
+    paths = sorted(path.relative_to(folder) for part in ("depth", "figures") for path in folder.glob(f"{part}/*.png"))
+    return [path for path in paths if file_inside(folder, path.as_posix()) is not None]
+
+
+def read_report(folder: Path) -> tuple[dict[str, Any] | None, VerificationReport | None]:
+    """What `conversion_report.json` of a checkpoint holds, and its verification.
+
+    Raises:
+        ValueError: if it is damaged, or errors as for `read_inside`.
+    """
+    content = read_inside(folder, REPORT_NAMES[0])
+    if content is None:
+        return None, None
+    try:
+        report = json.loads(content)
+        verification = report["verification"]
+        verification = None if verification is None else VerificationReport.from_dict(verification)
+        if verification is not None:
+            verification.to_markdown()  # which needs all of it
+        report["versions"]["attnres"], report["operation"], report["source"]
+        if report.get("weights") is not None:
+            SourceWeights.from_dict(report["weights"])
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"`{folder / REPORT_NAMES[0]}` is damaged ({type(error).__name__}: {error}). Remove it."
+        ) from None
+    return report, verification
+
+
+def weights_of(checkpoint: Checkpoint) -> SourceWeights | None:
+    """What the weights of a checkpoint were made from, as its report, its card or its config says.
+
+    `None` if they were plain numbers from the start, as far as that shows. Errors as for `read_report`.
+    """
+    report, _ = read_report(checkpoint.folder)
+    if report is not None and report.get("weights") is not None and report["weights"]["dequantized"]:
+        return SourceWeights.from_dict(report["weights"])
+    return _weights_in(read_metadata(checkpoint.folder / "README.md"), dequantized=True) or quantized_now(checkpoint)
+
+
+def _weights_in(metadata: dict[str, Any], dequantized: bool | None = None) -> SourceWeights | None:
+    """What a card's metadata say of it; nothing if that is something else."""
+    try:
+        weights = SourceWeights.from_dict(metadata[WEIGHTS_ENTRY])
+    except (KeyError, TypeError, AttributeError):
+        return None
+    return weights if dequantized in (None, weights.dequantized) else None
+
+
+def quantized_now(checkpoint: Checkpoint) -> SourceWeights | None:
+    """What a checkpoint is, if its config says that it is quantised."""
+    config = checkpoint.config_dict
+    quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not isinstance(quantization, dict):
+        return None
+    method = str(quantization.get("quant_method", "quantised"))
+    bits = next((n for n in (4, 8) if quantization.get(f"load_in_{n}bit")), quantization.get("bits"))
+    types: Counter[str] = Counter()
+    for shard in checkpoint.shards:
+        with safe_open(checkpoint.folder / shard, framework="pt") as file:
+            types.update(file.get_slice(name).get_dtype() for name in file.keys())
+    kind = f"{bits} bits" if isinstance(bits, int) else method
+    return SourceWeights(method, None, kind, dict(types.most_common()), quantized=True, dequantized=False)
 
 
 def _inspection(folder: Path) -> dict[str, Any] | None:
@@ -253,46 +394,57 @@ def _inspection(folder: Path) -> dict[str, Any] | None:
     is now, is among them.
 
     Raises:
-        ValueError: if their figures are damaged.
+        ValueError: if their figures are damaged, or errors as for `read_inside`.
     """
     path = folder / "depth" / "depth.json"
-    if not path.exists():
+    content = read_inside(folder, "depth/depth.json")
+    if content is None:
         return None
     try:
-        results = json.loads(path.read_bytes())
+        results = json.loads(content)
         models = [
             {"name": model["model"], "state": model.get("fingerprint") or model.get("commit")}
             for model in results["models"]
         ]
-    except (ValueError, KeyError, TypeError, AttributeError):
+        version = results.get("attnres_version")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
         raise ValueError(f"`{path}` is damaged: remove it, or run `attnres inspect` again.") from None
     states = [model["state"] for model in models]
     is_current = checkpoint_fingerprint(folder) in states if any(states) else True  # older figures do not tell
-    return {"version": results.get("attnres_version"), "models": models, "is_current": is_current}
+    return {"version": version, "models": models, "is_current": is_current}
 
 
 def read_metadata(card: Path) -> dict[str, Any]:
     """The metadata of a card; none if there is no card.
 
     Raises:
-        ValueError: if it cannot be read.
+        ValueError: if it cannot be read, or errors as for `read_inside`.
     """
-    if not card.exists():
+    content = read_inside(card.parent, card.name)
+    if content is None:
         return {}
     try:
-        metadata = metadata_load(card) or {}
-    except (UnicodeDecodeError, YAMLError, ValueError) as error:
+        block = REGEX_YAML_BLOCK.search(content.decode("utf-8-sig"))
+        metadata = (yaml.safe_load(block[2]) if block else None) or {}
+    except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
         raise ValueError(
             f"`{card}` cannot be read, mend or remove it: {type(error).__name__}: {' '.join(str(error).split())}"
         ) from None
-    if not isinstance(metadata, dict):
+    if not isinstance(metadata, dict) or not all(isinstance(name, str) for name in metadata):
         raise ValueError(f"`{card}` cannot be read, mend or remove it: its metadata is no mapping of names.")
+    if not isinstance(metadata.get("tags"), list | str | None):
+        raise ValueError(f"`{card}` cannot be read, mend or remove it: its `tags` are {metadata['tags']!r}, no list.")
     return metadata
 
 
 def inherited_metadata(base_card: Path, base_model: str | None) -> dict[str, Any]:
-    """What a conversion's card takes over: the base's licence and languages, and the base itself if it has an id."""
+    """What a card takes over from that of the base: licence, languages, and what the base's weights were made from,
+    as the report beside it says as well; and the base itself if it has an id. Errors as for `read_metadata`.
+    """
     metadata = read_metadata(base_card)
+    report, _ = read_report(base_card.parent)
+    if report is not None and report.get("weights") is not None:
+        metadata[WEIGHTS_ENTRY] = report["weights"]
     inherited = {name: metadata[name] for name in INHERITED if name in metadata}
     return {**inherited, "base_model": base_model} if base_model else inherited
 

@@ -190,4 +190,4 @@ def test_without_the_package(tmp_path, run_attnres, capsys, monkeypatch):
     write_gguf(tmp_path / "tiny.gguf")
     monkeypatch.setattr("attnres.conversion.gguf.is_gguf_available", lambda: False)
     assert run_attnres("convert", tmp_path / "tiny.gguf", tmp_path / "out") == 1
-    assert "install `gguf`: `pip install 'attnres[gguf]'`" in " ".join(capsys.readouterr().err.split())
+    assert "install `gguf`: `pip install gguf`" in " ".join(capsys.readouterr().err.split())

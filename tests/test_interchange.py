@@ -401,7 +401,9 @@ def test_an_infinite_number_in_a_config(tmp_path):
 def test_epsilons_that_cannot_be_expressed(tmp_path):
     convert(tiny_base_model("llama", rms_norm_eps=1e-5), 2).save_pretrained(tmp_path / "attnres")
     with pytest.raises(
-        ValueError, match="multiplied by their number of sources .* key norms is 1e-06, of the others 1e-05.*`--force`"
+        ValueError,
+        match="express. Its reads are multiplied by their number of sources. The epsilon of its key norms is 1e-06,"
+        " and that of its others 1e-05. What that changes .* without both",
     ):
         export_checkpoint(tmp_path / "attnres", tmp_path / "out", "fla")
     report = export_checkpoint(tmp_path / "attnres", tmp_path / "out", "fla", force=True)

@@ -167,3 +167,49 @@ def test_the_wheel_runs_with_its_plain_dependencies_alone(distributions, tmp_pat
     assert (elsewhere / "base-again" / "model.safetensors").read_bytes() == (
         elsewhere / "base" / "model.safetensors"
     ).read_bytes()
+
+
+@pytest.mark.parametrize("kind", ["ours", "a clone", "theirs before", "theirs after"])
+def test_files_of_another_distribution_are_told_of(kind, tmp_path):
+    """As fast-attnres has them, whose module has the same name; installed before this one, or after it."""
+    installed = tmp_path / "site" / "attnres"
+    shutil.copytree(ROOT, installed, ignore=lambda _, names: {name for name in names if not name.endswith(".py")})
+    files = [f"attnres/{path.name},sha256=a,1\n" for path in installed.iterdir()]
+    if kind != "a clone":
+        info = installed.parent / f"attnres-{attnres.__version__}.dist-info"
+        info.mkdir()
+        (info / "RECORD").write_text("".join(files) + "attnres/eval/__init__.py,sha256=a,1\n")
+    if kind != "ours":
+        for name in ("api.py", "multiquery.py"):
+            (installed / name).touch()
+    if kind == "theirs after":
+        (installed / "__init__.py").write_text('__version__ = "2.1.0"\n__all__ = ["attnres"]\n')
+    environment = {**os.environ, "PYTHONPATH": str(installed.parent)}
+    program = (
+        ["-m", "attnres", "--help"] if kind == "theirs after" else ["-c", "import attnres; print(attnres.__file__)"]
+    )
+    done = subprocess.run([sys.executable, *program], cwd=tmp_path, env=environment, capture_output=True, text=True)
+    if kind == "theirs after":
+        assert done.returncode == 1 and done.stdout == "" and len(done.stderr.splitlines()) == 1
+        assert done.stderr.startswith(f"Error: `{installed}` is not this package alone: its `__init__.py`")
+        return
+    assert done.returncode == 0 and done.stdout == f"{installed / '__init__.py'}\n"
+    if kind == "theirs before":
+        assert "RuntimeWarning: " in done.stderr and "fast-attnres" in done.stderr
+        assert "`api.py`, `multiquery.py` came with something else" in done.stderr
+    else:
+        assert done.stderr == ""
+
+
+def test_nobody_is_sent_to_a_name_that_is_not_ours():
+    """`pip install attnres` gives nothing, or a stranger's package, until it is published."""
+    pattern = re.compile(r"pip install (-\S+ )*['\"]?attnres\b")
+    names = [path for kind in ("*.py", "*.md", "*.jinja", "*.yml", "*.yaml") for path in ROOT.rglob(kind)]
+    found = [
+        (path.relative_to(ROOT).as_posix(), line)
+        for path in names
+        if not {".venv", "build", "tests"} & {*path.relative_to(ROOT).parts} and path.is_file()
+        for line in path.read_text(encoding="utf-8").splitlines()
+        if pattern.search(line) and "uninstall" not in line
+    ]
+    assert found == []

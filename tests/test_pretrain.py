@@ -184,7 +184,7 @@ def test_from_scratch(folder, tmp_path):
     # Further on from there, and a PreNorm twin of the same fields
     further = pretrain(fields(folder, tmp_path / "further", model=str(result.folder), model_config=None))
     assert further.losses[0] == pytest.approx(result.losses[-1], rel=1e-5) and further.losses[-1] < further.losses[0]
-    assert "final was trained further on" in " ".join((further.folder / "README.md").read_text().split())
+    assert "`final` was trained further on" in " ".join((further.folder / "README.md").read_text().split())
     twin = {**{name: MODEL[name] for name in MODEL if "attn" not in name or name == "num_attention_heads"}}
     del twin["base_model_type"]
     result = pretrain(fields(folder, tmp_path / "twin", model_config={"model_type": "llama", **twin}))

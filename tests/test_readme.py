@@ -143,3 +143,14 @@ def test_commands_exist(command):
         options |= {option for parameter in of_transformers for option in parameter.opts}
         options |= {"--tensor-parallel-size", "--pipeline-parallel-size"} if "vllm" in words else set()
     assert {word.partition("=")[0] for word in words if re.match("--?[a-z]", word)} <= options | {"--help"}
+
+
+@pytest.mark.parametrize("page", PAGES)
+def test_pages_of_figures_say_where_they_come_from(page):
+    """A command, hardware and a commit: on every page with tables of more than a few measured numbers."""
+    text = re.sub(r"^```.*?^```$", "", (ROOT / page).read_text(encoding="utf-8"), flags=re.DOTALL | re.MULTILINE)
+    rows = re.findall(r"^\s*\|.*(?:\d\.\d|\de-\d)", text, re.MULTILINE)
+    if len(rows) >= 5 and page != "CHANGELOG.md":
+        assert re.search(r"`(?:python|attnres|make) ", text), "no command"
+        assert re.search(r"\b(?:CPUs?|GPUs?|Xeon|EPYC)\b", text), "no hardware"
+        assert re.search(r"\b[0-9a-f]{7,8}\b", text) and "commit" in text, "no commit"

@@ -16,7 +16,8 @@ ROOMS = (
     *("base_config", "attn_res_fields", "configuration_attnres", "depth_reads", "depth_queries", "base_classes"),
     *("depth_forward", "generation_attnres", "depth_pipeline", "saving_attnres", "modeling_attnres"),
     "multimodal_attnres",
-    *("outputs", "runtime", "fingerprint", "rows", "sources", "checkpoint", "reports", "families", "liger"),
+    *("installation", "markup", "outputs", "runtime", "fingerprint", "rows", "sources", "checkpoint", "reports"),
+    *("families", "liger"),
     *(
         "eval",
         "model_cards",

@@ -99,7 +99,7 @@ def test_what_cannot_be_served(folder, tmp_path, run_attnres, capsys):
     (tmp_path / "adapter").mkdir()
     (tmp_path / "adapter/adapter_config.json").write_text("{}")
     assert "is an adapter" in error_of(tmp_path / "adapter")
-    assert "vllm is not installed: pip install 'attnres[vllm]'" in error_of(folder / "attnres", "--engine", "vllm")
+    assert "vllm is not installed: pip install '.[vllm]' in" in error_of(folder / "attnres", "--engine", "vllm")
     assert "name it" in error_of("--engine", "vllm")
     assert "--engine" in error_of(folder / "attnres", "--engine", "sglang")
 

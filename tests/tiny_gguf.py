@@ -50,13 +50,19 @@ def rotated(weight: np.ndarray, heads: int) -> np.ndarray:
 
 
 def write_gguf(
-    path: Path, kind: str = "Q8_0", merges: bool = True, extra: dict[str, np.ndarray] | None = None, **fields
+    path: Path,
+    kind: str = "Q8_0",
+    merges: bool = True,
+    extra: dict[str, np.ndarray] | None = None,
+    file_type: int | None = None,
+    **fields,
 ) -> dict[str, torch.Tensor]:
     """Write it, matrices of one kind and norms in fp32.
 
     Args:
         merges: of the tokenizer; without, transformers cannot read it.
         extra: further tensors, by their names in the file.
+        file_type: what the header calls the file as a whole, a number of `gguf.LlamaFileType`.
         fields: of the header that are to say something else than the weights do, by names in `CONFIG`.
 
     Returns:
@@ -66,6 +72,8 @@ def write_gguf(
     model = LlamaForCausalLM(LlamaConfig(**CONFIG))
     writer = GGUFWriter(path, "llama")
     writer.add_name("Tiny")
+    if file_type is not None:
+        writer.add_file_type(file_type)
     said = {**CONFIG, **fields}
     writer.add_context_length(said["max_position_embeddings"])
     writer.add_embedding_length(said["hidden_size"])

@@ -1,6 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """One fine-tuning run: read and check everything, train, keep what came of it. Run again, it goes on where it was."""
 
+import contextlib
 import copy
 import functools
 import json
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 import yaml
 from datasets import Dataset
-from huggingface_hub.repocard import metadata_load
+from huggingface_hub import hf_hub_download
 from peft import get_peft_model, prepare_model_for_kbit_training
 from rich.text import Text
 from transformers import (
@@ -29,9 +30,10 @@ from transformers import (
 )
 
 from ..inspection.callback import DepthMapCallback
-from ..model_cards import inherited_metadata, write_adapter_card, write_model_card
+from ..model_cards import inherited_metadata, read_metadata, write_adapter_card, write_model_card
 from ..outputs import write_file
 from ..rows import IGNORED_LABEL, kind_of_rows, load_rows
+from ..sources import HTTPError, hub_can_be_reached
 from . import data
 from .config import (
     FinetuneArguments,
@@ -168,6 +170,8 @@ def prepare(config: dict[str, Any], may_pack: bool = True) -> Run:
     model_config = read_model_config(arguments)
     check_run(arguments, training, model_config)
     check_output(Path(arguments.output_dir), config, "finetune.yaml")
+    if Path(arguments.model).is_dir():
+        metadata_of_base(arguments.model)  # a card that cannot be read is told of now
     checkpoint_to_resume(training)
     tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.revision)
     if tokenizer.pad_token is None:
@@ -392,17 +396,31 @@ def save_final(trainer: AttnResTrainer, output: Path, write_card: Callable[[Path
     return final
 
 
+def metadata_of_base(model: str, revision: str | None = None) -> dict[str, Any]:
+    """What the card of a trained model takes over from that of its base, a folder or a Hub id.
+
+    Raises:
+        ValueError: if the card of a folder cannot be read.
+    """
+    card = Path(model) / "README.md"
+    if card.parent.is_dir():
+        return inherited_metadata(card, read_metadata(card).get("base_model"))
+    with contextlib.suppress(OSError, ValueError, HTTPError):  # a repository without one, or out of reach by now
+        offline = not hub_can_be_reached()
+        card = Path(hf_hub_download(model, "README.md", revision=revision, local_files_only=offline))
+        return inherited_metadata(card, model)
+    return {"base_model": model}
+
+
 def write_card(trainer: AttnResTrainer, run: Run, folder: Path):
     """The card of a model or an adapter, named like the repository it goes to, or like `output_dir`."""
     arguments, losses = run.arguments, held_out_losses(trainer.state.log_history)
     base_folder = Path(arguments.model)
-    base_model = None if base_folder.is_dir() else arguments.model
-    if base_model is None and (base_folder / "README.md").exists():
-        base_model = (metadata_load(base_folder / "README.md") or {}).get("base_model")
     training = {
         "base": base_folder.name if base_folder.is_dir() else arguments.model,
         "has_queries": run.model_config.model_type == "attnres",
         "mode": arguments.mode,
+        "load_in_4bit": arguments.load_in_4bit,
         "dataset": Path(arguments.dataset).name if Path(arguments.dataset).exists() else arguments.dataset,
         "steps": trainer.state.global_step,
         "before": losses[0] if losses else None,
@@ -413,7 +431,7 @@ def write_card(trainer: AttnResTrainer, run: Run, folder: Path):
     # As it was typed, but not where it lies on this machine
     repo_id = run.training.hub_model_id or f"{name if output.is_absolute() else output}/final"
     title = run.training.hub_model_id.split("/")[-1] if on_hub else name
-    metadata = inherited_metadata(base_folder / "README.md", base_model)
+    metadata = metadata_of_base(arguments.model, arguments.revision)
     if arguments.mode != "full":
         write_adapter_card(folder, title=title, repo_id=repo_id, metadata=metadata, training=training)
     elif run.model_config.model_type == "attnres":

@@ -48,7 +48,7 @@ from .config import (
     training_arguments,
 )
 from .curves import plot_curves
-from .finetune import FinetuneResult, check_output, checkpoint_to_resume, held_out_losses, save_final
+from .finetune import FinetuneResult, check_output, checkpoint_to_resume, held_out_losses, metadata_of_base, save_final
 from .stream import POSITION, PackedStream, collate
 from .trainer import AttnResTrainer, AttnResTrainingArguments
 
@@ -162,6 +162,8 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
     model_config = read_model_config(arguments)
     check_length(arguments.max_length, model_config)
     check_output(Path(arguments.output_dir), config, RUN_FILE)
+    if arguments.model is not None and Path(arguments.model).is_dir():
+        metadata_of_base(arguments.model)  # a card that cannot be read is told of now
     if arguments.over_stages:
         stages.check_run(arguments, training, model_config, config)
     else:
@@ -422,5 +424,6 @@ def write_card(run: PretrainRun, history: list[dict[str, Any]], folder: Path):
         repo_id=repo_id,
         title=on_hub.split("/")[-1] if on_hub else name,
         on_hub=bool(on_hub),
+        base_metadata=None if arguments.model is None else metadata_of_base(arguments.model),
         training=training,
     )

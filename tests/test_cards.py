@@ -1,0 +1,413 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Model cards, reports and figures say what is so, and what others have written in them does nothing."""
+
+import ast
+import json
+import os
+import re
+import shlex
+import shutil
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import pytest
+import yaml
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from matplotlib import pyplot as plt
+from tiny_gguf import write_gguf
+from tiny_models import convert as convert_in_memory
+from tiny_models import tiny_base_model
+
+from attnres.checkpoint import open_checkpoint
+from attnres.conversion import convert, revert
+from attnres.eval.report import forest_plot, table
+from attnres.inspection.figures import heat_map, profiles
+from attnres.inspection.measure import DepthStatistics, SiteStatistics
+from attnres.markup import code, escaped, plain_markdown, printable, sentence
+from attnres.model_cards import weights_of, write_adapter_card, write_model_card
+from attnres.reports import ConversionReport, Parity, SourceWeights, VerificationReport
+from attnres.training.curves import plot_curves
+from attnres.training.finetune import metadata_of_base
+
+
+HARMFUL = {
+    "HTML": "<script>alert(1)</script>",
+    "a link": "x](javascript:alert(1)) [y](javascript:alert(2))",
+    "a picture": "![x](http://evil.example/x.png)",
+    "a heading": "a\n\n# Owned\n\n===\n",
+    "code": "a`<b onclick=x>`b``c",
+    "a fence": "```\n<img src=x onerror=alert(1)>\n```\n~~~\n",
+    "a template": "{{ 7 * 7 }}{% raw %}{# x #}${7*7}",
+    "Python": '"); import os; os.system("id"); ("\\',
+    "a shell": "$(id) `id`; id & id\n id",
+    "YAML": "x: [y\n---\nlicense: mit\n--- # '\"",
+    "a table": "| cell \\| $x$ \\",
+    "an address": "www.evil.example https://evil.example <https://evil.example>",
+    "a definition": "[x]\n\n[x]: javascript:alert(1)",
+    "an entity": "&lt;b&gt; &#60;i&#62; &nbsp;",
+    "a direction": "\u202egnp.exe\u2066\x1b[31m\x85\u2028",
+    "backslashes": "\\<b>\\`<i>`\\\\[x](javascript:1)",
+}
+FIGURES = """
+entropy relative_entropy effective_sources small_weights embedding_weight predecessor_weight distance rms
+""".split()
+SITE = {"sources": ["embedding", "partial"], "weights": [0.5, 0.5], **dict.fromkeys(FIGURES, 0.5)}
+TABLE = "| task | ours |\n|---|---|\n| a\\_b | 1 ± 2 * |\n\n- answers of `x` were cut\n"
+
+
+@pytest.fixture(scope="module")
+def checkpoint(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("cards") / "model"
+    convert_in_memory(tiny_base_model("llama"), 2).save_pretrained(folder)
+    return folder
+
+
+def a_copy(checkpoint: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(checkpoint, folder))
+
+
+def a_report(text: str = "base", **fields) -> dict:
+    figures = {"max_difference": 0.0, "relative_error": 0.0, "kl_divergence": 0.0, "top1_agreement": 1.0}
+    limits = {"perplexities": [1.0, 1.0], "rounding": 0.0, "measured": 0.0, "tolerance": 0.0}
+    parity = Parity(dtype=text, criterion=text, **figures, **limits)
+    return ConversionReport(
+        operation=text,
+        source=text,
+        source_commit=text,
+        destination=text,
+        model_type="attnres",
+        base_model_type="llama",
+        num_sublayers=6,
+        block_size=2,
+        tensors_added={},
+        tensors_dropped=[],
+        left_behind=[text],
+        num_bytes=1,
+        seconds=1.0,
+        versions={"attnres": text, "transformers": text, "torch": text},
+        verification=VerificationReport(text, text, text, 8, [parity, replace(parity, dtype="float32")]),
+        notes=[text],
+        **{"weights": SourceWeights("gguf", text, text, {text: 3}, True, True), **fields},
+    )
+
+
+def shown(markdown: str) -> tuple[list[str], set[str], list[str]]:
+    """Headings, addresses and code of a text as a reader sees it, in which no HTML is left."""
+    tokens = MarkdownIt("commonmark").enable(["table", "strikethrough"]).parse(markdown)
+    headings = [tokens[i + 1].content for i, token in enumerate(tokens) if token.type == "heading_open"]
+    inline = [child for token in tokens for child in token.children or ()]
+    html = [token.content for token in [*tokens, *inline] if token.type.startswith("html")]
+    assert html == []
+    links = {child.attrs.get("href") or child.attrs.get("src") for child in inline}
+    fences = [token.content for token in tokens if token.type in ("fence", "code_block")]
+    # GitHub makes links of addresses in text by itself
+    text = re.sub(
+        r"^```.*?^```$|(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)|\]\(.*?\)", "", markdown, flags=re.DOTALL | re.MULTILINE
+    )
+    assert not re.search(r"(https?://|www\.)evil", text)
+    return headings, links - {None}, fences
+
+
+@pytest.mark.parametrize("attack", HARMFUL)
+def test_what_is_not_ours_does_nothing_in_a_card(attack, checkpoint, tmp_path):
+    """In the name of the model, the repository, the base, files, reports, maps and tables; harmless ones go before."""
+    harmless = card_with("plain", a_copy(checkpoint, tmp_path / "harmless"))
+    text = HARMFUL[attack]
+    card = card_with(text, a_copy(checkpoint, tmp_path / "harmful"))
+    headings, links, fences = shown(card.text)
+    expected, expected_links, _ = shown(harmless.text)
+    assert headings[1:] == expected[1:] and len(headings) == len(expected)
+    ours = {link for link in expected_links if "plain" not in link}
+    assert ours <= links and all(link in ours or link.startswith("figures/") for link in links)
+    python, serving, peft, _ = fences  # the name is a string of Python, or a word of a command
+    names = [node.value for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Constant)]
+    assert names.count(printable(text)) == 2 and ast.parse(peft)
+    assert shlex.split(serving.splitlines()[0], comments=True) == ["attnres", "serve", printable(text)]
+    metadata = yaml.safe_load(re.match(r"---\n(.*?)\n---\n", str(card), re.DOTALL)[1])
+    assert metadata["base_model"] == text and "license" not in metadata
+    assert card.data.to_dict()["base_model"] == text
+
+
+def card_with(text: str, folder: Path) -> ModelCard:
+    """A card of a checkpoint in which all that others could name is called so."""
+    (folder / "conversion_report.json").write_text(json.dumps(a_report(text).to_dict()))
+    (folder / "evaluation").mkdir()
+    (folder / "evaluation/table.md").write_text(f"| {text} | x |\n|---|---|\n{text}\n")
+    (folder / "depth").mkdir()
+    models = [{"model": text, "fingerprint": text}] * 2
+    (folder / "depth/depth.json").write_text(json.dumps({"attnres_version": text, "models": models}))
+    (folder / "figures").mkdir()
+    (folder / "figures" / f"{text.replace('/', '')[:60]}.png").write_bytes(b"")
+    training = {"base": text, "mode": "full", "dataset": text, "steps": 1, "before": 2.0, "after": 1.0}
+    write_model_card(folder, repo_id=text, title=text, base_metadata={"base_model": text}, training=training)
+    return ModelCard.load(folder / "README.md")
+
+
+@pytest.mark.parametrize("attack", HARMFUL)
+def test_what_is_not_ours_does_nothing_elsewhere(attack, tmp_path):
+    """In reports of conversions, tables of evaluations and cards of adapters."""
+    text = HARMFUL[attack]
+    training = {"base": text, "mode": "lora", "has_queries": True, "dataset": text, "steps": 1, "before": None}
+    card = write_adapter_card(
+        tmp_path, title=text, repo_id=text, metadata={"base_model": text}, training=training
+    ).read_text()
+    headings, links, (python,) = shown(ModelCard(card).text)
+    assert headings[1:] == ["How to use it", "Training"] and links <= {"https://arxiv.org/abs/2603.15031"}
+    assert printable(text) in [node.value for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Constant)]
+
+    headings, links, fences = shown(a_report(text).to_markdown())
+    assert len(headings) == 2 and headings[1] == "Verification" and not links and not fences
+
+    results = an_evaluation(text)
+    markdown = table(results)
+    headings, links, fences = shown(markdown)
+    assert not headings and not links and not fences
+    lines = markdown.split("\n\n")[0].splitlines()
+    assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1  # as many cells in every row
+    assert plain_markdown(markdown) == markdown  # so the card shows it as it is
+
+
+def test_names_are_no_formulas_in_figures(tmp_path):
+    text = "_$x^$ \\$ {{ $\\frac$"
+    assert forest_plot(an_evaluation(text), tmp_path) and plot_curves({text: []}, tmp_path / "loss", title=text)
+    kinds = enumerate(("attention", "mlp", "final"))
+    sites = [SiteStatistics(site=i, kind=kind, layer=0, **SITE) for i, kind in kinds]
+    statistics = DepthStatistics(text, "llama", block_size=1, num_blocks=2, text=text, num_tokens=8, sites=sites)
+    for figure in (heat_map([statistics]), profiles([statistics])):
+        figure.savefig(tmp_path / "figure.png")
+        plt.close(figure)
+
+
+def an_evaluation(text: str) -> dict:
+    comparison = {"difference": 0.1, "interval": [0.0, 0.2], "p_value": 0.01, "p_holm": 0.01}
+    row = {
+        "benchmark": {"name": text, "tasks": ["x"], "paper": None, "license": text},
+        "metric": "acc",
+        "num_fewshot": {"x": 0},
+        "num_documents": 4,
+        "generation": {"x": {"max_gen_toks": 5}},
+        "scores": [[0.5, 0.1], [0.6, 0.1]],
+        "cut_off": [1, 1],
+        "empty": [1, 1],
+        "bits_per_byte": [1.0, 1.0],
+        "comparisons": [comparison],
+    }
+    return {"models": [{"name": text}, {"name": text}], "rows": [row], "skipped": {text: text}}
+
+
+def test_text_is_shown_as_it_is():
+    for text in HARMFUL.values():
+        for of_text in (escaped, code):
+            (_, inline, _) = MarkdownIt("commonmark").parse(f"a {of_text(text)}")
+            read = "".join(child.content for child in inline.children)
+            assert " ".join(read.split()) == " ".join(f"a {printable(text)}".split())
+        assert sentence(sentence("a b")) == "a b" and plain_markdown(plain_markdown(text)) == plain_markdown(text)
+    assert plain_markdown(TABLE) == TABLE and sentence("`_a_` is _a_b_") == r"`_a_` is \_a_b\_"
+
+
+def fifo(path: Path):
+    os.mkfifo(path)
+
+
+def link_to(target: str):
+    return lambda path: path.symlink_to(target)
+
+
+FILES = {
+    "a link out": (link_to("/etc/passwd"), "is a link out of the folder, to `/etc/passwd`"),
+    "a link out by its parents": (link_to("../../secret.md"), "is a link out of the folder"),
+    "a device": (link_to("/dev/zero"), "is a link out of the folder"),
+    "a link to nowhere": (link_to("nowhere"), "is a link to nowhere"),
+    "a link to itself": (lambda path: path.symlink_to(path.name), "is a link to nowhere"),
+    "a pipe": (fifo, "is not a regular file"),
+    "a folder": (lambda path: path.mkdir(), "is not a regular file"),
+    "a large file": (lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 2**27), "has more than"),
+}
+READ = ("evaluation/table.md", "conversion_report.json", "depth/depth.json", "README.md")
+
+
+@pytest.mark.one_in(3)
+@pytest.mark.parametrize("name", READ)
+@pytest.mark.parametrize("kind", FILES)
+def test_no_file_is_read_but_those_of_the_folder(kind, name, checkpoint, tmp_path, run_attnres, capsys):
+    folder = a_copy(checkpoint, tmp_path / "a/model")
+    make, message = FILES[kind]
+    for outside in (tmp_path, folder.parent):  # where the link leads from the folder, and from those in it
+        (outside / "secret.md").write_text("secret")
+    (folder / name).parent.mkdir(exist_ok=True)
+    make(folder / name)
+    before = sorted(path.name for path in folder.rglob("*"))
+    assert run_attnres("card", folder) == 1
+    error = " ".join(capsys.readouterr().err.split())
+    assert message in error and Path(name).name in error and "Traceback" not in error
+    assert sorted(path.name for path in folder.rglob("*")) == before
+
+
+def test_links_within_the_folder_and_those_of_the_cache_are_followed(checkpoint, tmp_path):
+    folder = a_copy(checkpoint, tmp_path / "models--a--b/snapshots/0123")
+    blobs = tmp_path / "models--a--b/blobs"
+    (folder / "evaluation").mkdir()
+    blobs.mkdir()
+    (blobs / "abc").write_text(TABLE)
+    (folder / "evaluation/table.md").symlink_to("../../../blobs/abc")
+    assert "| task | ours |" in write_model_card(folder).read_text()
+
+
+def test_an_evaluation_is_not_written_through_links(checkpoint, tmp_path, monkeypatch):
+    """Nor is its table copied from what is called so: it is made of the results."""
+    folder, evaluation = a_copy(checkpoint, tmp_path / "model"), tmp_path / "evaluation"
+    evaluation.mkdir()
+    (evaluation / "table.md").symlink_to("/etc/passwd")
+    results = an_evaluation("bench")
+    monkeypatch.setattr("attnres.eval.report.read", lambda folder: results)
+    monkeypatch.setattr("attnres.eval.report.model_index", lambda *arguments: [])
+    (tmp_path / "elsewhere").mkdir()
+    (folder / "evaluation").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ValueError, match="evaluation` is a link"):
+        write_model_card(folder, evaluation=evaluation)
+    assert not list((tmp_path / "elsewhere").iterdir())
+    (folder / "evaluation").unlink()
+    (folder / "evaluation").mkdir()
+    (tmp_path / "mine.md").write_text("mine")
+    (folder / "evaluation/table.md").symlink_to(tmp_path / "mine.md")
+    text = write_model_card(folder, evaluation=evaluation).read_text()
+    assert "| bench |" in text and "root:" not in text
+    assert (tmp_path / "mine.md").read_text() == "mine"
+    (evaluation / "differences.png").symlink_to("/etc/passwd")
+    with pytest.raises(ValueError, match="link out of the folder"):
+        write_model_card(folder, evaluation=evaluation)
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("conversion_report.json", "[" * 100_000),
+        ("conversion_report.json", "{}"),
+        ("conversion_report.json", json.dumps({**a_report().to_dict(), "weights": {"tensors": 3}})),
+        (
+            "conversion_report.json",
+            json.dumps(a_report().to_dict()).replace('"max_difference": 0.0', '"max_difference": "x"'),
+        ),
+        ("README.md", "---\n3: 4\n---\n"),
+        ("README.md", "---\ntags: 5\n---\n"),
+        ("README.md", f"---\na: {'[' * 3000}\n---\n"),
+        ("README.md", "---\nmodel-index: 3\n---\n"),
+        ("depth/depth.json", "[" * 100_000),
+        ("depth/depth.json", '{"models": [{"model": "x"}], "attnres_version": ' + "[" * 5000),
+    ],
+)
+def test_damaged_files_are_named(name, content, checkpoint, tmp_path, run_attnres, capsys):
+    folder = a_copy(checkpoint, tmp_path / "model")
+    (folder / name).parent.mkdir(exist_ok=True)
+    (folder / name).write_text(content)
+    assert run_attnres("card", folder) == 1
+    error = capsys.readouterr().err
+    assert "Traceback" not in error and len(error) < 1000
+    assert Path(name).name in error or "metadata of the card" in error
+
+
+# --- what a model was made from
+
+
+def test_a_model_of_a_quantised_file_says_so_wherever_it_goes(tmp_path):
+    """In the card, both reports, those of what is made of it, and the card's metadata; the base is not its base."""
+    write_gguf(tmp_path / "tiny.Q4_1.gguf", "Q4_1")
+    report = convert(tmp_path / "tiny.Q4_1.gguf", tmp_path / "attnres", num_blocks=2, verify=False)
+    expected = SourceWeights("gguf", "tiny.Q4_1.gguf", "Q4_1", {"Q4_1": 23, "F32": 7}, True, True)
+    assert report.weights == expected
+    written = json.loads((tmp_path / "attnres/conversion_report.json").read_text())
+    assert written["weights"] == asdict(expected)
+    words = "the quantised GGUF file `tiny.Q4_1.gguf` (Q4_1; tensors: 23 of Q4_1, 7 of F32)"
+    assert words in (tmp_path / "attnres/conversion_report.md").read_text()
+
+    def card(folder: str, **options) -> str:
+        text = write_model_card(tmp_path / folder, **options).read_text()
+        return " ".join(text.replace("\\", "").split())
+
+    text = card("attnres")
+    assert f"It was made from {words}, whose weights were dequantised to fp32." in text
+    assert "exactly what its PreNorm base" not in text and "the quantised file does not come back" in text
+    assert "base_model" not in text
+    text = card("attnres", base_metadata={"base_model": "tester/base"})
+    assert "[tester/base](https://huggingface.co/tester/base), in a quantised form, with" in text
+    assert "does not compute what [tester/base](https://huggingface.co/tester/base) computes" in text
+    data = ModelCard.load(tmp_path / "attnres/README.md").data
+    assert data.base_model_relation == "quantized" and data.attnres_source_weights == asdict(expected)
+
+    convert(tmp_path / "attnres", tmp_path / "other-blocks", full=True, verify=False)
+    assert words in card("other-blocks") and "base_model_relation: quantized" in card("other-blocks")
+    report = revert(tmp_path / "attnres", tmp_path / "reverted", verify=False)
+    assert report.weights == expected and any(words in note for note in report.notes)
+    convert(tmp_path / "reverted", tmp_path / "again", verify=False)
+    assert words in card("again")
+    # what is trained on it takes that over, from its card or, where there is none, from its report
+    training = {"base": "x", "mode": "full", "has_queries": True, "dataset": "x", "steps": 1, "before": None}
+    for base in ("attnres", "reverted"):
+        metadata = metadata_of_base(str(tmp_path / base))
+        assert metadata["attnres_source_weights"] == asdict(expected)
+        trained = a_copy(tmp_path / "attnres", tmp_path / f"of-{base}")
+        for name in ("README.md", "conversion_report.json"):
+            (trained / name).unlink()
+        assert words in card(trained.name, base_metadata=metadata, training=training)
+        adapter = write_adapter_card(tmp_path, title="x", repo_id="x", metadata=metadata, training=training)
+        assert f"The weights of the base were made from {words}, dequantised to fp32." in adapter.read_text()
+    (tmp_path / "attnres/conversion_report.json").unlink()  # the card knows it as well
+    assert weights_of(open_checkpoint(tmp_path / "attnres")) == expected
+
+
+def test_the_repository_of_a_quantised_file_is_its_base(checkpoint, tmp_path):
+    """What was made from a repository of GGUF files computes what that computes, and the Hub infers the relation."""
+    folder = a_copy(checkpoint, tmp_path / "model")
+    (folder / "conversion_report.json").write_text(json.dumps(a_report("tester/model-GGUF").to_dict()))
+    text = write_model_card(folder, base_metadata={"base_model": "tester/model-GGUF"}).read_text()
+    assert "](https://huggingface.co/tester/model-GGUF) with [Attention" in text and "base_model_relation" not in text
+    # and so does a model that was trained after it
+    training = {"base": "x", "mode": "full", "dataset": "x", "steps": 1, "before": None}
+    text = write_model_card(folder, base_metadata={"base_model": "tester/model"}, training=training).read_text()
+    assert "in a quantised form" in text and "base_model_relation" not in text
+
+
+@pytest.mark.parametrize("kind, quantized", [("F16", False), ("Q8_0", True)])
+def test_kinds_of_files(kind, quantized, tmp_path):
+    write_gguf(tmp_path / "tiny.gguf", kind, file_type=15)
+    report = convert(tmp_path / "tiny.gguf", tmp_path / "attnres", verify=False)
+    assert report.weights.kind == "Q4_K_M" and report.weights.quantized == quantized  # as the header says
+    text = " ".join((tmp_path / "attnres/README.md").read_text().split())
+    assert ("whose weights were dequantised to fp32" in text) == quantized
+    assert ("whose weights are kept in fp32" in text) != quantized
+    text = write_model_card(tmp_path / "attnres", base_metadata={"base_model": "tester/base"}).read_text()
+    assert ("base_model_relation" in text) == quantized
+
+
+@pytest.mark.parametrize(
+    "config, kind",
+    [
+        ({"quant_method": "gptq", "bits": 4}, "4 bits"),
+        ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "4 bits"),
+        ({"quant_method": "fp8"}, "fp8"),
+        ({"quant_method": "<b>"}, "<b>"),
+    ],
+)
+def test_weights_that_are_still_quantised(config, kind, checkpoint, tmp_path):
+    folder = a_copy(checkpoint, tmp_path / "model")
+    config_dict = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps({**config_dict, "quantization_config": config}))
+    found = weights_of(open_checkpoint(folder))
+    assert (found.format, found.kind, found.file) == (config["quant_method"], kind, None) and not found.dequantized
+    assert found.tensors == {"F32": len(open_checkpoint(folder).weight_map)}
+    text = write_model_card(folder, base_metadata={"base_model": "tester/base"}).read_text()
+    assert f"quantised, as those of its base: {escaped(found.format)} weights ({escaped(kind)}; tensors: " in text
+    assert "in a quantised form" in text and "base_model_relation: quantized" in text
+
+
+def test_the_cards_of_this_repository_say_it():
+    """SmolLM2's cards are of models that were made from a file of 4 bits."""
+    for path in Path(__file__).parent.parent.glob("model_cards/smollm2*.md"):
+        text = " ".join(path.read_text().split())
+        assert "SmolLM2-135M-Instruct.Q4_1.gguf` (Q4_1; tensors: 210 of Q4_1, 61 of F32, 1 of Q8_0)" in text.replace(
+            "\\", ""
+        )
+        assert "exactly what its PreNorm base computes" not in text
+        entry = ModelCard.load(path).data.attnres_source_weights
+        assert entry["kind"] == "Q4_1" and entry["dequantized"]
