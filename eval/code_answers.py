@@ -8,6 +8,7 @@ indentation. As in lm-eval's instruct tasks, the first program of an answer coun
 
 import ast
 import functools
+import itertools
 import json
 import re
 import textwrap
@@ -102,69 +103,70 @@ def _humaneval_program(doc: dict, answer: str, inside_fence: bool) -> str:
     The prompt comes first in any case, because tests take their helpers from there.
     """
     prompt, name = doc["prompt"].rstrip() + "\n", doc["entry_point"]
-    blocks, before = _fenced(answer, inside_fence)
-    first = blocks[:1] if inside_fence else []
-    body = functools.partial(_with_body, prompt, name)
-    for found in (
-        *(_with_whole_function([code], {name}, prompt) or body(code) for code in first),
-        _with_whole_function(blocks, {name}, prompt),
-        *(_with_whole_function([code], {name}, prompt) for code in _unfenced(before)),
-        *map(body, _prefixes(before)),
-        *map(body, blocks),
-    ):
-        if found is not None:
-            return found
-    return prompt + (blocks[0] if blocks else before)
+    before, fenced = _fenced(answer, inside_fence)
+    candidates = itertools.chain(
+        (_with_definitions([code], {name}, prompt) for code in _unfenced(before)),
+        (_with_body(prompt, name, code) for code in (before,)),
+        (_with_definitions(blocks, {name}, prompt) for blocks in fenced),
+        (_with_body(prompt, name, code) for blocks in fenced for code in blocks),
+    )
+    return next(filter(None, candidates), prompt + before)
 
 
 def _mbpp_program(doc: dict, answer: str, inside_fence: bool) -> str:
     """The first program of an answer that defines what the tests use."""
     names = names_under_test("\n".join(doc["test_list"]))
-    blocks, before = _fenced(answer, inside_fence)
-    for found in (
-        *(_with_whole_function([code], names) for code in (blocks[:1] if inside_fence else [])),
-        _with_whole_function(blocks, names),
-        *(_with_whole_function([code], names) for code in _unfenced(before)),
-    ):
-        if found is not None:
-            return found
-    return blocks[0] if blocks else before
+    before, fenced = _fenced(answer, inside_fence)
+    candidates = itertools.chain(
+        (_with_definitions([code], names) for code in _unfenced(before)),
+        (_with_definitions(blocks, names) for blocks in fenced),
+    )
+    return next(filter(None, candidates), before)
 
 
-def _fenced(answer: str, inside_fence: bool) -> tuple[list[str], str]:
-    """The contents of an answer's fences, and its text up to the first one.
+def _fenced(answer: str, inside_fence: bool) -> tuple[str, list[list[str]]]:
+    """The text of an answer up to its first fence, and the contents of its fences.
 
-    `inside_fence`: the prompt has opened a fence already.
+    Where the prompt has opened a fence (`inside_fence`), the first one of the answer may end it or be a new one: then
+    there are two ways to read the rest.
     """
-    if inside_fence and not answer.lstrip().startswith("```"):
-        answer = "```\n" + answer
-    blocks = [code.rstrip() for code in FENCE.findall(answer) if code.strip()]
-    return blocks, answer.split("```")[0].strip("\n")
-
-
-def _prefixes(text: str) -> Iterator[str]:
-    """A text, and what is left of it as lines are dropped from its end, each time up to one that is not indented."""
-    lines = text.split("\n")
-    yield text
-    for number in range(len(lines) - 1, 0, -1):
-        if lines[number][:1].strip():
-            yield "\n".join(lines[:number])
+    ways = [answer, "```\n" + answer] if inside_fence else [answer]
+    blocks = [[code.rstrip() for code in FENCE.findall(text) if code.strip()] for text in ways]
+    return answer.split("```")[0].strip("\n"), blocks
 
 
 def _unfenced(text: str) -> Iterator[str]:
-    """Parts of a text that begin like a program: the longest first."""
-    start = re.search(r"^(?:from |import |def |async def |class |@)", text, re.MULTILINE)
-    return _prefixes(text[start.start() :]) if start else iter(())
+    """Parts of a text that are programs, from a line that begins like one to the last line before other text."""
+    position = 0
+    for start in re.finditer(r"^(?:from |import |def |async def |class |@)", text, re.MULTILINE):
+        if start.start() >= position and (code := _longest_program(text[start.start() :])):
+            yield code
+            position = start.start() + len(code)
 
 
-def _with_whole_function(blocks: list[str], names: set[str], prompt: str = "") -> str | None:
+def _longest_program(text: str, least: int = 0) -> str | None:
+    """A text up to where it ceases to be Python, which is at a line that is not indented; at least so many lines."""
+    lines = text.split("\n")
+    end = len(lines)
+    while end > least:
+        code = "\n".join(lines[:end])
+        error = _error(code)
+        if error is None:
+            return code
+        end = min(end - 1, (error.lineno or end) - 1 if isinstance(error, SyntaxError) else 0)
+        while end > least and not lines[end][:1].strip():
+            end -= 1
+    return None
+
+
+def _with_definitions(blocks: list[str], names: set[str], prompt: str = "") -> str | None:
     """A program of the first block that defines one of these names, and of the definitions in the other ones.
 
     `None` if no block does.
     """
     codes = [textwrap.dedent(code) for code in blocks]
     bodies = [_parsed(code) for code in codes]
-    bound = [{name for line in body or () for name in bound_names(line)} for body in bodies]
+    bound = [{name for line in body for name in bound_names(line)} for body in bodies]
     main = next((number for number, found in enumerate(bound) if found & names), None)
     if main is None:
         return None
@@ -183,22 +185,30 @@ def _with_whole_function(blocks: list[str], names: set[str], prompt: str = "") -
 def _with_body(prompt: str, name: str, code: str) -> str | None:
     """The prompt and the body of its function, if that is what this is; some or all of its indentation may be gone."""
     code = code.strip("\n")
-    for body in (code, "    " + code.lstrip(), textwrap.indent(textwrap.dedent(code), "    ")):
-        for line in _parsed(prompt + body) or () if body[:1].isspace() else ():
+    unindented = _longest_program(textwrap.dedent(code)) or ""
+    for body in (code, "    " + code.lstrip(), textwrap.indent(unindented, "    ")):
+        program = _longest_program(prompt + body, prompt.count("\n")) if body[:1].isspace() else None
+        for line in _parsed(program or ""):
             is_function = isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef) and line.name == name
             if is_function and any(isinstance(part, RESULTS) for part in ast.walk(line)):
-                return prompt + body + "\n"
+                return f"{program}\n"
     return None
 
 
-def _parsed(code: str) -> list[ast.stmt] | None:
-    """The statements of a text, or `None` if it is not Python. Nothing is run."""
+def _error(code: str) -> Exception | None:
+    """Why a text is not Python. Nothing is run."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # a model's `"\d"` is nobody's business
-            return ast.parse(code).body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return None
+            ast.parse(code)
+    except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
+        return error
+    return None
+
+
+def _parsed(code: str) -> list[ast.stmt]:
+    """The statements of a text; none if it is not Python."""
+    return [] if _error(code) else ast.parse(code).body
 
 
 # --- assertions
@@ -218,10 +228,14 @@ def _prediction(answer: str, predicts_input: bool) -> str:
     """The arguments or the value of the last assertion of an answer, or else the answer itself or what it fences."""
     for start in reversed([match.start() for match in re.finditer(r"\bassert f\(", answer)]):
         statement = re.split(r"`|\nassert ", answer[start:])[0]
-        for text in (*_prefixes(statement), statement.split("\n")[0].rstrip(". ")):
-            match _parsed(text):
+        for text in (_longest_program(statement), statement.split("\n")[0].rstrip(". ")):
+            match _parsed(text or ""):
                 case [ast.Assert(ast.Compare(ast.Call(ast.Name("f")) as call, [ast.Eq()], [value]))]:
-                    return ast.unparse(call).removeprefix("f(").removesuffix(")") if predicts_input else ast.unparse(value)
+                    return (
+                        ast.unparse(call).removeprefix("f(").removesuffix(")")
+                        if predicts_input
+                        else ast.unparse(value)
+                    )
     fenced = FENCE.findall(answer) or re.findall(r"`([^`\n]+)`", answer)
     text = (fenced[0] if fenced else answer).strip()
     return text.removeprefix("f(").removesuffix(")") if predicts_input and text.startswith("f(") else text

@@ -74,14 +74,15 @@ METHODS = {
     for kind in (str, bytes, int, float, complex, tuple, list, dict, set, frozenset, collections.deque)
     for name in dir(kind)
 } - CHANGING
+PREDICATES = {name for name in METHODS if name.startswith("is")} | {"startswith", "endswith"}
 
 
 class RemoteObject(Remote):
     """An object of a class of the other side. It is equal to itself alone.
 
     It can be asked for its items, which arrive as values. It has attributes and methods only where the tests use the
-    class itself by its name, and methods that built-in values have too only until a call has returned it: an answer
-    with methods of its own could agree to everything.
+    class itself by its name. An answer with methods of its own could agree to everything: methods that built-in values
+    have too are there only until a call has returned the object, and those that say yes or no are not.
     """
 
     def __iter__(self):
@@ -112,10 +113,10 @@ class RemoteObject(Remote):
         if not self._peer.knows_classes:
             if is_answer:
                 raise AttributeError(name)
-            self._refuse(f"have an object of a class of the program's, whose name is that of a function, do `{name}`")
+            self._refuse(f"ask `{name}` of an object of a class that is called like a function")
         value = self._do("attribute", name)
-        if is_answer and name in METHODS and isinstance(value, Remote):
-            self._refuse(f"call `{name}` of what the program returned, which could answer anything")
+        if name in (METHODS if is_answer else PREDICATES) and isinstance(value, Remote):
+            self._refuse(f"ask `{name}` of an object of a class of the program's, which could agree to everything")
         return value
 
     def __setattr__(self, name: str, value):
@@ -161,7 +162,9 @@ class RemoteComparable(RemoteObject):
 
     def __hash__(self):
         if self._peer.knows_classes:
-            self._refuse("put objects of a class of the program's, which says itself what is equal, into a set or dict")
+            self._refuse(
+                "put objects of a class of the program's, which says itself what is equal, into a set or dict"
+            )
         return object.__hash__(self)
 
 
