@@ -186,7 +186,7 @@ def _with_body(prompt: str, name: str, code: str) -> str | None:
     """The prompt and the body of its function, if that is what this is; some or all of its indentation may be gone."""
     code = code.strip("\n")
     unindented = _longest_program(textwrap.dedent(code)) or ""
-    for body in (code, "    " + code.lstrip(), textwrap.indent(unindented, "    ")):
+    for body in (code, textwrap.indent(unindented, "    "), "    " + code.lstrip()):
         program = _longest_program(prompt + body, prompt.count("\n")) if body[:1].isspace() else None
         for line in _parsed(program or ""):
             is_function = isinstance(line, ast.FunctionDef | ast.AsyncFunctionDef) and line.name == name
