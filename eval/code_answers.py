@@ -45,7 +45,7 @@ def take_programs_from_chat(task: Any):
     """
     if not getattr(task, "UNSAFE_CODE", False) or not _has_known_filter(task):
         return
-    fields = set(task.features)
+    fields = set(getattr(task, "features", None) or ())
     if "suffix" in fields:
         raise NotForChat(
             f"`{task.config.task}` asks for the text between two parts of a program, and a chat model answers with a"
@@ -86,11 +86,13 @@ def _has_known_filter(task: Any) -> bool:
 
 def _programs(answers: list[list[str]], docs: list[dict], find: Callable, inside_fence: bool) -> list[list[str]]:
     """lm-eval's filter: for each document the programs in its answers."""
-    return [[find(doc, said(answer), inside_fence) for answer in of_doc] for of_doc, doc in zip(answers, docs)]
+    return [
+        [find(doc, without_thoughts(answer), inside_fence) for answer in of_doc] for of_doc, doc in zip(answers, docs)
+    ]
 
 
-def said(answer: str) -> str:
-    """An answer without the thoughts before it."""
+def without_thoughts(answer: str) -> str:
+    """An answer without the reasoning before it, and with line ends of one kind."""
     return answer.rpartition("</think>")[2].replace("\r\n", "\n")
 
 
@@ -104,18 +106,22 @@ def _humaneval_program(doc: dict, answer: str, inside_fence: bool) -> str:
     """
     prompt, name = doc["prompt"].rstrip() + "\n", doc["entry_point"]
     before, fenced = _fenced(answer, inside_fence)
-    candidates = itertools.chain(
-        (_with_definitions([code], {name}, prompt) for code in _unfenced(before)),
-        (_with_body(prompt, name, code) for code in (before,)),
-        (_with_definitions(blocks, {name}, prompt) for blocks in fenced),
-        (_with_body(prompt, name, code) for blocks in fenced for code in blocks),
-    )
-    return next(filter(None, candidates), prompt + before)
+
+    def candidates() -> Iterator[str | None]:
+        yield from (_with_definitions([code], {name}, prompt) for code in _unfenced(before))
+        yield _with_body(prompt, name, before)
+        yield from (_with_definitions(blocks, {name}, prompt) for blocks in fenced)
+        yield from (_with_body(prompt, name, code) for blocks in fenced for code in blocks)
+
+    return next(filter(None, candidates()), prompt + before)
 
 
 def _mbpp_program(doc: dict, answer: str, inside_fence: bool) -> str:
     """The first program of an answer that defines what the tests use."""
-    names = names_under_test("\n".join(doc["test_list"]))
+    try:
+        names = names_under_test("\n".join(doc["test_list"]))
+    except (SyntaxError, ValueError):
+        names = set()  # tests that cannot be run: the sandbox says so
     before, fenced = _fenced(answer, inside_fence)
     candidates = itertools.chain(
         (_with_definitions([code], names) for code in _unfenced(before)),
@@ -231,11 +237,8 @@ def _prediction(answer: str, predicts_input: bool) -> str:
         for text in (_longest_program(statement), statement.split("\n")[0].rstrip(". ")):
             match _parsed(text or ""):
                 case [ast.Assert(ast.Compare(ast.Call(ast.Name("f")) as call, [ast.Eq()], [value]))]:
-                    return (
-                        ast.unparse(call).removeprefix("f(").removesuffix(")")
-                        if predicts_input
-                        else ast.unparse(value)
-                    )
+                    asked = ast.get_source_segment(text, call if predicts_input else value) or ""
+                    return asked.removeprefix("f(").removesuffix(")") if predicts_input else f"({asked})"
     fenced = FENCE.findall(answer) or re.findall(r"`([^`\n]+)`", answer)
     text = (fenced[0] if fenced else answer).strip()
     return text.removeprefix("f(").removesuffix(")") if predicts_input and text.startswith("f(") else text

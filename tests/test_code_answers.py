@@ -125,6 +125,7 @@ VALUES = {
     ),
     "within a line": "The answer is `assert f('q', b=2) == {expression}`.",
     "sentence": "The answer is assert f('q', b=2) == {expression}.",
+    "over several lines": "assert f('q', b=2) == (\n    {expression}\n    # as a text\n)",
     "value": "{expression}",
     "fenced value": "The value is\n```\n{expression}\n```",
     "value within a line": "It returns `{expression}`.",
@@ -316,7 +317,8 @@ def test_filters_of_ones_own(tasks):
     [
         *("", "```", "```\n```", "\0", "def total(", "(" * 5000, "-" * 50_000 + "1", "x = 'a'\n" + "\n" * 5000),
         *("import math\n" * 1000 + "(", "def f(x):\n" * 500, "```\n" * 5000, 'class A:\n  x = """' * 500),
-        *("assert f(" * 500, "[ANSWER]" * 2000, "\ud800", "total = total = total", "    return (\n" * 1000),
+        *("assert f(" + "-" * 2000 + "1) == " + "-" * 2000 + "1", "assert f(" * 500),
+        *("[ANSWER]" * 2000, "\ud800", "total = total = total", "    return (\n" * 1000),
     ],
     ids=lambda answer: f"{len(answer)} {answer[:8]!r}",
 )
