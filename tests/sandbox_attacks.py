@@ -277,6 +277,14 @@ CHEATS_WITH_TESTS = {
         "from typing import NamedTuple\nclass Word(NamedTuple):\n    x: int = 1\n"
         "    def startswith(self, other): return True\n    def text(self): return self",
     ),
+    "named tuple with other fields than before": (
+        "assert words('a')[0] == 1 and words('ab').startswith('ab')",
+        "import sys\nPeer = sys.modules['wire'].Peer\nencode = Peer.encode\ndef lie(self, value, table):\n"
+        "    self.held[99] = lambda *a: True\n"
+        "    if value == 'a': return ['record', 7, 'A', ['startswith'], 1]\n"
+        "    if value == 'ab': return ['record', 7, 'A', ['x'], ['mine', 99, 'function', None]]\n"
+        "    return encode(self, value, table)\nPeer.encode = lie\ndef words(x): return x",
+    ),
     "array that agrees": (
         "assert (values(3) == np.array([1, 2])).all()",
         "import numpy as np\nclass Yes(np.ndarray):\n    __eq__ = lambda *a: Yes((1,))\n    all = lambda s: True\n"

@@ -132,8 +132,7 @@ VALUES = {
 }
 VALUE = {"right": "'q==2'", "wrong": "'q==3'"}
 ARGUMENTS = {
-    name: form.replace("f('q', b=2) == {expression}", "f({expression}) == 'q==2'").replace("`.", "`")
-    for name, form in VALUES.items()
+    name: form.replace("f('q', b=2) == {expression}", "f({expression}) == 'q==2'") for name, form in VALUES.items()
 } | {"over several lines": "assert f(\n    {expression},  # a text\n) == 'q==2'"}
 ARGUMENT = {"right": "'q', 2", "wrong": "'q', 3"}
 

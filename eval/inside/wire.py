@@ -370,7 +370,7 @@ class Peer:
         self.is_judge = is_judge
         self.knows_classes = False  # whether the tests name a class of the program
         self.answered: set[int] = set()  # objects that did not only come from a class that the tests have called
-        self.records: dict[int | tuple[str, ...], type] = {}
+        self.records: dict[tuple, type] = {}
         self.failure: BaseException | None = None  # what no test may catch
         self.held: dict[int, object] = {}
         self.numbers: dict[int, int] = {}
@@ -600,7 +600,7 @@ class Peer:
             raise ValueError(fields)
         if any(isinstance(item, Remote) and field in METHODS for field, item in zip(fields, items)):
             return tuple(items)  # which would have methods of its own
-        key = fields if number is None else number
+        key = (number, *fields)
         if key not in self.records:
             kind = collections.namedtuple(name, fields)
             if self.is_judge:
