@@ -3,7 +3,7 @@
 
 - `benchmarks.py`: suites and tasks; `models.py`: what is evaluated; `harness.py`: one on the other
 - `saved.py`: what that leaves, and whether it can be believed; `statistics.py`, `report.py`: tables and plots of it
-- `sandbox.py`, `inside/`, `cruxeval.py`: generated code
+- `code_answers.py`, `cruxeval.py`, `sandbox.py`, `inside/`: generated code
 """
 
 import contextlib

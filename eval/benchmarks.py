@@ -13,6 +13,7 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from . import cruxeval
+from .code_answers import NotForChat, take_programs_from_chat
 from .models import EvalOptions
 
 
@@ -125,11 +126,11 @@ class Unavailable(Exception):
     """A benchmark whose data cannot be had, and what to do about it."""
 
 
-def load_tasks(benchmark: Benchmark, manager: TaskManager) -> list:
-    """The leaf tasks of a benchmark with their data.
+def load_tasks(benchmark: Benchmark, manager: TaskManager, in_chat: bool = False) -> list:
+    """The leaf tasks of a benchmark with their data, and where prompts are turns of a conversation, ready for that.
 
     Raises:
-        Unavailable: if a data set is gated, missing, made by a script or out of reach.
+        Unavailable: if a data set is gated, missing, made by a script or out of reach, or if a task cannot be run so.
     """
     try:
         tasks = list(manager.load(list(benchmark.tasks))["tasks"].values())
@@ -150,6 +151,11 @@ def load_tasks(benchmark: Benchmark, manager: TaskManager) -> list:
             cruxeval.put_into_sandbox(task)
         if getattr(task, "UNSAFE_CODE", False) and not in_sandbox(task):
             raise Unavailable(f"`{task.config.task}` runs generated code by means of its own, outside of the sandbox.")
+        if in_chat:
+            try:
+                take_programs_from_chat(task)
+            except NotForChat as error:
+                raise Unavailable(str(error)) from None
     return tasks
 
 

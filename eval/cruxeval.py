@@ -9,7 +9,7 @@ import ast
 import json
 from typing import Any
 
-from .sandbox import run_program
+from .sandbox import judged
 
 
 def put_into_sandbox(task: Any):
@@ -45,7 +45,7 @@ def judge(check_program: str, timeout: float = 3) -> bool:
         program, tests = program_and_tests(**question)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return False
-    return run_program(program, tests) == "passed"
+    return judged(program, tests) == "passed"
 
 
 judge.sandboxed = True  # type: ignore[attr-defined]  # what `harness.in_sandbox` looks for

@@ -1,6 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Running benchmarks of lm-eval on models, one at a time, with every finished one saved at once."""
 
+import collections
 import gc
 import hashlib
 import math
@@ -20,6 +21,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from transformers import set_seed
 
+from . import sandbox
 from .benchmarks import Benchmark, Unavailable, load_tasks, prepare_tasks
 from .models import EvalModel, EvalOptions, load_model
 from .saved import CachedLM, Finished, ModelResults
@@ -30,6 +32,11 @@ VERSIONS = ("attnres", "lm_eval", "transformers", "torch", "datasets", "tokenize
 
 def versions() -> dict[str, str]:
     return {name: metadata.version(name) for name in VERSIONS}
+
+
+def in_chat(benchmark: Benchmark, options: EvalOptions) -> bool:
+    """Whether prompts are turns of a conversation."""
+    return options.apply_chat_template or benchmark.apply_chat_template
 
 
 def check_room(tasks: list, lm: LM):
@@ -56,7 +63,8 @@ def run_benchmark(benchmark: Benchmark, tasks: list, lm: CachedLM, options: Eval
         ValueError: if the tasks do not give the metric.
     """
     set_seed(options.seed)
-    chat = options.apply_chat_template or benchmark.apply_chat_template
+    sandbox.UNUSABLE.clear()
+    chat = in_chat(benchmark, options)
     results = lm_eval.evaluate(
         lm=lm,
         task_dict={"tasks": {task.config.task: task for task in tasks}, "groups": {}},
@@ -66,7 +74,7 @@ def run_benchmark(benchmark: Benchmark, tasks: list, lm: CachedLM, options: Eval
         fewshot_as_multiturn=chat,
         confirm_run_unsafe_code=benchmark.runs_code,
     )
-    cut_off = cut_off_answers(tasks, lm)
+    cut_off, unusable = cut_off_answers(tasks, lm), unusable_tests(lm)
     if results is None:
         return None
     metric, filter_name = benchmark.metric, benchmark.filter
@@ -88,7 +96,16 @@ def run_benchmark(benchmark: Benchmark, tasks: list, lm: CachedLM, options: Eval
         task_versions=dict(results["versions"]),
         generation=generation_settings(tasks, lm),
         runs=lm.dbdict.runs,
+        unusable=unusable,
     )
+
+
+def unusable_tests(lm: CachedLM) -> dict[str, int]:
+    """Why tests of generated programs could not be run, and with how many programs, of all processes."""
+    counts = sandbox.UNUSABLE
+    if lm.world_size > 1:
+        counts = sum(lm.gather_object(counts, dst=0) or [], start=collections.Counter())
+    return dict(counts.most_common())
 
 
 def cut_off_answers(tasks: list, lm: CachedLM) -> dict[tuple[str, int], bool]:
@@ -195,7 +212,7 @@ def run(
                 progress.set_postfix_str(f"{result.model.name}: {benchmark.name}")
                 if benchmark.name not in loaded and benchmark.name not in skipped:
                     try:
-                        loaded[benchmark.name] = load_tasks(benchmark, manager)
+                        loaded[benchmark.name] = load_tasks(benchmark, manager, in_chat(benchmark, options))
                     except Unavailable as error:
                         skipped[benchmark.name] = str(error)
                 if benchmark.name not in skipped:
@@ -238,7 +255,7 @@ def run_and_save(
 def facts_of(lm: LM, benchmark: Benchmark, options: EvalOptions, device: str, batch_size: int | str) -> dict[str, Any]:
     """What a benchmark is answered with, beside what decides the scores."""
     template = None
-    if options.apply_chat_template or benchmark.apply_chat_template:
+    if in_chat(benchmark, options):
         template = hashlib.sha256((lm.chat_template(True) or "").encode()).hexdigest()
     return {
         "device": device,

@@ -7,9 +7,9 @@
   first one is the baseline;
 - `rows`: per benchmark its definition, its tasks' versions, numbers of examples and settings of generation, the number
   of documents; per model `scores` ([score, standard error]), `cut_off` (how many answers reached the limit of length),
-  `empty` (how many have nothing in them), `bits_per_byte` (null of other metrics) and `runs` (by which commands, on
-  what device, in which dtype); `comparisons` of every other model with the baseline, with `p_holm` corrected over all
-  rows;
+  `empty` (how many have nothing in them), `unusable` (how many programs had tests that could not be run, by reason),
+  `bits_per_byte` (null of other metrics) and `runs` (by which commands, on what device, in which dtype);
+  `comparisons` of every other model with the baseline, with `p_holm` corrected over all rows;
 - `skipped`: benchmarks that were not run, with the reason.
 """
 
@@ -72,6 +72,7 @@ def summarize(
                 "scores": [list(score(by_task)) for by_task in scores],
                 "cut_off": [result.num_cut_off for result in results],
                 "empty": [result.num_empty for result in results],
+                "unusable": [result.unusable for result in results],
                 "bits_per_byte": [result.bits_per_byte for result in results],
                 "runs": [result.runs for result in results],
                 "comparisons": comparisons,
@@ -129,7 +130,7 @@ def table(results: dict[str, Any]) -> str:
 
 
 def answer_warnings(results: dict[str, Any]) -> list[str]:
-    """Sentences about rows in which answers have reached the limit of their length, or are empty."""
+    """Sentences about rows in which answers have reached the limit of their length, are empty, or are not judged."""
     names = [model["name"] for model in results["models"]]
     warnings = []
     for row in results["rows"]:
@@ -149,6 +150,12 @@ def answer_warnings(results: dict[str, Any]) -> list[str]:
                 f"{row['benchmark']['name']}: answers are empty, {counts['empty']} {of_each}; a chat model may need"
                 " `--apply-chat-template`"
             )
+        for name, reasons in zip(names, row.get("unusable", [])):
+            if reasons:
+                warnings.append(
+                    f"{row['benchmark']['name']}: tests could not be run for {sum(reasons.values())} programs of"
+                    f" {name}, which count as wrong: {' '.join(list(reasons)[:3])}{' ...' * (len(reasons) > 3)}"
+                )
     return warnings
 
 

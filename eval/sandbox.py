@@ -15,6 +15,7 @@ the judge's interpreter compares. Nothing that the program does to itself matter
 expected values nor the verdict. It can only give right answers. See `inside/`.
 """
 
+import collections
 import contextlib
 import functools
 import importlib.util
@@ -39,6 +40,9 @@ from .inside.names import helper_names
 
 
 logger = logging.getLogger(__name__)
+
+# Why tests could not be run, and with how many programs, since the harness last emptied it
+UNUSABLE: collections.Counter[str] = collections.Counter()
 
 WALL_SECONDS = 20
 # Of all processes of a program together; one alone may have half of it
@@ -207,6 +211,15 @@ def reason_against(wall: Wall) -> str | None:
     return (process.stderr.read().decode(errors="replace").strip().splitlines() or ["it ended at once"])[-1]
 
 
+def judged(program: str, tests: str) -> str:
+    """As `run_program`, with tests that cannot be run noted for the report."""
+    outcome = run_program(program, tests)
+    kind, _, reason = outcome.partition(": ")
+    if kind == "unusable":
+        UNUSABLE[reason] += 1
+    return outcome
+
+
 def run_program(program: str, tests: str, wall_seconds: float = WALL_SECONDS) -> str:
     """Judge a program by tests: `passed`, `failed`, `timed out`, or `unusable: ` and why the tests cannot be run.
 
@@ -272,9 +285,7 @@ def pass_at_k(predictions: list[list[str]], references: list[str], k: list[int])
     Returns:
         `pass@k` by its name, for every k, and the outcomes.
     """
-    outcomes = [
-        [run_program(program, tests) for program in programs] for programs, tests in zip(predictions, references)
-    ]
+    outcomes = [[judged(program, tests) for program in programs] for programs, tests in zip(predictions, references)]
     for reason in {outcome for row in outcomes for outcome in row if outcome.startswith("unusable")}:
         logger.warning("Tests count as failed that could not be run: %s", reason.removeprefix("unusable: "))
     passed = [(len(row), row.count("passed")) for row in outcomes]

@@ -14,7 +14,7 @@ import logging
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -78,7 +78,8 @@ class Finished:
     """One benchmark done by one model: samples in the order of tasks and documents.
 
     `num_fewshot`, `task_versions` and `generation` (of tasks with written answers) are by task. `runs` tells which
-    commands it was answered by, on what: more than one if the first was interrupted.
+    commands it was answered by, on what: more than one if the first was interrupted. `unusable` counts the programs
+    whose tests could not be run, by reason.
     """
 
     samples: list[dict[str, Any]]
@@ -88,6 +89,7 @@ class Finished:
     task_versions: dict[str, Any]
     generation: dict[str, dict[str, Any]]
     runs: list[dict[str, Any]]
+    unusable: dict[str, int] = field(default_factory=dict)
 
     def scores(self) -> dict[str, np.ndarray]:
         """By subtask, `[documents]`."""

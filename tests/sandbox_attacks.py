@@ -245,6 +245,60 @@ CHEATS_WITH_TESTS = {
         "assert list(map(double, [1, 2])) == [2, 4]",
         YES + "def double(x): return Yes()",
     ),
+    "class for a module": (
+        "assert math.isclose(root(4), 2.0)",
+        "class math:\n    isclose = staticmethod(lambda *a: True)\ndef root(x): return 7",
+    ),
+    "object for numpy": (
+        "assert np.allclose(root(4), 2.0)",
+        "from types import SimpleNamespace\nnp = SimpleNamespace(allclose=lambda *a: True)\ndef root(x): return 7",
+    ),
+    "own isclose": (
+        "assert isclose(root(4), 2.0)",
+        "def isclose(*a): return True\ndef root(x): return 7",
+    ),
+    "own Counter": (
+        "assert Counter(letters('aab')) == Counter('aab')",
+        "def Counter(x): return 7\ndef letters(x): return 7",
+    ),
+    "own pi": ("assert area(2) == 4 * pi", "pi = 0\ndef area(x): return 0"),
+    "named tuple with a method": (
+        "assert words('ab').startswith('ab')",
+        "from typing import NamedTuple\nclass Yes(NamedTuple):\n    x: int = 1\n"
+        "    def startswith(self, other): return True\ndef words(x): return Yes()",
+    ),
+    "named tuple with a function": (
+        "assert words('ab').startswith('ab')",
+        "import collections\nYes = collections.namedtuple('Yes', 'startswith')\n"
+        "def words(x): return Yes(lambda other: True)",
+    ),
+    "named tuple of a class under test": (
+        "assert len(Word('ab')) == 1 and Word('ab').text().startswith('ab')",
+        "from typing import NamedTuple\nclass Word(NamedTuple):\n    x: int = 1\n"
+        "    def startswith(self, other): return True\n    def text(self): return self",
+    ),
+    "named tuple with other fields than before": (
+        "assert words('a')[0] == 1 and words('ab').startswith('ab')",
+        "import sys\nPeer = sys.modules['wire'].Peer\nencode = Peer.encode\ndef lie(self, value, table):\n"
+        "    self.held[99] = lambda *a: True\n"
+        "    if value == 'a': return ['record', 7, 'A', ['startswith'], 1]\n"
+        "    if value == 'ab': return ['record', 7, 'A', ['x'], ['mine', 99, 'function', None]]\n"
+        "    return encode(self, value, table)\nPeer.encode = lie\ndef words(x): return x",
+    ),
+    "array that agrees": (
+        "assert (values(3) == np.array([1, 2])).all()",
+        "import numpy as np\nclass Yes(np.ndarray):\n    __eq__ = lambda *a: Yes((1,))\n    all = lambda s: True\n"
+        "def values(x): return Yes((2,), buffer=np.zeros(2))",
+    ),
+    "array for a list": (
+        "assert values(3) == [1, 2]",
+        "import numpy as np\ndef values(x): return np.array([1, 2])",
+    ),
+    "view equal to everything": (
+        "assert keys(3) == {1: 2}.keys()",
+        "class Yes(dict):\n    __eq__ = lambda *a: True\ndef keys(x): return Yes({3: 4}).keys()",
+    ),
+    "ends well": ("assert f(1) == 2", "import sys\ndef f(x): return 1\nsys.exit(0)"),
     "waits for the tests to be thrown": ("assert f(1) == 2\n", "def f(x):\n    import time\n    time.sleep(100)"),
     "equal handles": ("a = f(1)\nb = f(2)\nassert a == b and a == 3", YES + "y = Yes()\ndef f(x): return y"),
     "changes its argument": (
@@ -255,6 +309,52 @@ CHEATS_WITH_TESTS = {
         "a = [3, 1]\nb = order(a)\nassert b is not a and b == [1, 3]",
         "def order(a): a.sort(); return a",
     ),
+}
+
+WORD = (
+    YES
+    + """
+class Word:
+    def __init__(self, text=""): pass
+    def text(self): return Yes()
+    def itself(self): return self
+    def __len__(self): return 1
+    startswith = issubset = __add__ = __lt__ = __getitem__ = lambda *a: True
+    get = staticmethod(lambda *a: True)
+    __eq__ = lambda *a: True
+    __hash__ = lambda s: 0
+"""
+)
+# Tests that ask a program's objects for what these can say of everything, or that hand over what cannot cross: they are
+# not run to their end
+REFUSED = {
+    "method of an answer of a class": ("assert len(Word()) == 1 and Word().text().startswith('ab')", WORD),
+    "method of a set": ("assert len(Word()) == 1 and Word().text().issubset({1})", WORD),
+    "method of a dict": ("assert len(Word()) == 1 and Word().text().get('a')", WORD),
+    "method of what returns itself": ("assert Word('ab').itself().get('a')", WORD),
+    "method that says yes": ("assert Word('ab').startswith('ab')", WORD),
+    "class for a function": ("assert words('ab').startswith('ab')", WORD.replace("Word", "words")),
+    "class for a function with a name like a class": (
+        "assert Words('ab').issubset({1})",
+        WORD.replace("Word", "Words"),
+    ),
+    "equal objects": ("assert Word('ab') == Word('ab')", WORD),
+    "unequal objects": ("assert Word('ab') != Word('b')", WORD),
+    "equal answers": ("assert Word('ab').text() == Word('cd')", WORD),
+    "equal in a list": ("assert [Word('ab')] == [Word('ab')]", WORD),
+    "equal in a set": ("assert {Word('ab')} == {Word('ab')}", WORD),
+    "equal objects of no class of the tests": ("assert f(1) == f(2)", YES + "def f(x): return Yes()"),
+    "dataclasses": (
+        "assert Point(1, 2).twice() == Point(2, 4)",
+        "from dataclasses import dataclass\n@dataclass\nclass Point:\n    x: int\n    y: int\n"
+        "    def twice(self): return Point(2 * self.x, 2 * self.y)",
+    ),
+    "sum": ("assert Word('ab') + Word('cd')", WORD),
+    "order": ("assert Word('ab') < Word('cd')", WORD),
+    "reflected order": ("assert 5 > Word('cd')", WORD),
+    "class of the tests": ("class Sub(Word): pass\nassert Sub()", WORD),
+    "object of the tests": ("class Own: pass\nassert f(Own()) == 1", "def f(x): return 1"),
+    "caught": ("assert len(Word()) == 1\ntry:\n    Word() == Word()\nexcept BaseException: pass", WORD),
 }
 
 # --- ways out: `attempt` returns something true if it got out. What a test has put outside is named in `OUTSIDE`

@@ -901,6 +901,15 @@ def test_empty_answers_are_told():
     ]
 
 
+def test_tests_that_cannot_be_run_are_told():
+    row = {"benchmark": {"name": "T"}, "num_documents": 4, "cut_off": [0, 0], "empty": [0, 0], "generation": {}}
+    reasons = {f"Reason {i}.": 5 - i for i in range(4)}
+    results = {"models": [{"name": "a"}, {"name": "b"}], "rows": [row, {**row, "unusable": [{}, reasons]}]}
+    assert answer_warnings(results) == [
+        "T: tests could not be run for 14 programs of b, which count as wrong: Reason 0. Reason 1. Reason 2. ..."
+    ]
+
+
 def test_scores_that_are_not_zero_or_one():
     a = np.linspace(0.1, 0.5, 12)
     assert compare({"x": a}, {"x": a}).p_value == 1

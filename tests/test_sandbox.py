@@ -18,7 +18,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from sandbox_attacks import CHEATS, CHEATS_WITH_TESTS, HELPERS, TESTS, WAYS_OUT, way_out
+from sandbox_attacks import CHEATS, CHEATS_WITH_TESTS, HELPERS, REFUSED, TESTS, WAYS_OUT, way_out
 
 from attnres.eval import sandbox
 from attnres.eval.sandbox import NoSandbox, Wall, available, pass_at_k, reason_against, run_program
@@ -41,6 +41,13 @@ def on_both_walls(names, every=1):
     ]
 
 
+def some(names, every):
+    """Every so many of them in the quick suite, and all in the slow one."""
+    return [
+        pytest.param(name, marks=() if number % every == 0 else pytest.mark.slow) for number, name in enumerate(names)
+    ]
+
+
 def use(wall: str, monkeypatch):
     reason = reason_against(Wall(wall))
     if reason is not None:
@@ -60,6 +67,13 @@ def test_cheats_with_tests_of_their_own(wall, name, monkeypatch):
     tests, program = CHEATS_WITH_TESTS[name]
     endless = name == "waits for the tests to be thrown"
     assert run_program(program, tests, wall_seconds=3 if endless else 60) == ("timed out" if endless else "failed")
+
+
+@pytest.mark.parametrize("name", some(REFUSED, every=4))
+def test_refused(name):
+    """Nobody is right or wrong by what a program says of its own objects."""
+    tests, program = REFUSED[name]
+    assert run_program(program, tests, wall_seconds=60).startswith("unusable: The tests ")
 
 
 @pytest.fixture
@@ -168,6 +182,13 @@ RIGHT = {
         "f()[1:] == [True, 2]",
     ),
     "main": ("def f(): return 1\nif __name__ == '__main__':\n    print(f())", "f() == 1"),
+    "main that reads": ("def f(): return 1\nif __name__ == '__main__':\n    print(int(input()))", "f() == 1"),
+    "main that exits": ("import sys\ndef f(): return 1\nif __name__ == '__main__':\n    sys.exit(f())", "f() == 1"),
+    "tests of its own": (
+        "import unittest\ndef f(): return 1\nclass T(unittest.TestCase):\n"
+        "    def test(self): self.assertEqual(f(), 1)\nunittest.main()",
+        "f() == 1",
+    ),
     "input at its end": ("def f():\n    try: return input()\n    except EOFError: return 'end'", "f() == 'end'"),
     "threads": (
         "from concurrent.futures import ThreadPoolExecutor\n"
@@ -200,6 +221,47 @@ RIGHT = {
         "import collections\ndef f(): return collections.Counter('aab'), collections.namedtuple('P', 'x y')(1, 2)",
         "f() == ({'a': 2, 'b': 1}, (1, 2))",
     ),
+    "more derived types": (
+        "import collections\ndef f(): return collections.Counter('aab'), collections.OrderedDict([(2, 1), (1, 2)])",
+        "f()[0].most_common(1) == [('a', 2)] and list(f()[1].items()) == [(2, 1), (1, 2)]",
+    ),
+    "named tuple": (
+        "import collections\nP = collections.namedtuple('P', 'x y')\ndef f(p): return P(p.y, p.x)",
+        "f(f(P(1, 2))) == (1, 2) == P(1, 2) and f(P(1, 2)).x == 2 and f(P(1, 2))._asdict() == {'x': 2, 'y': 1}",
+    ),
+    "class of named tuples": (
+        "from typing import NamedTuple\nclass P(NamedTuple):\n    x: int\n    y: int = 2\n"
+        "    def area(self): return self.x * self.y",
+        "P(3).area() == 6 and isinstance(P(1), P) and not isinstance((1, 2), P) and P(1)._replace(x=4).area() == 8",
+    ),
+    "named tuple of the tests": (
+        "def f(p): return p._replace(x=p.y)",
+        "(lambda P: f(P(1, 2)) == P(2, 2))(__import__('collections').namedtuple('P', 'x y'))",
+    ),
+    "views of a dict": (
+        "def f(d): return d.keys(), d.values(), d.items()\ndef g(x): return sorted(x)",
+        "(lambda k, v, i: k == {1, 3} and k & {1} == {1} and list(v) == [2, 4] and i == {(1, 2), (3, 4)})"
+        "(*f({1: 2, 3: 4})) and g({2: 1}.keys()) == [2]",
+    ),
+    "array": (
+        "import array\ndef f(): return array.array('i', [1, 2])\ndef g(x): return x.typecode",
+        "f() == __import__('array').array('i', [1, 2]) and g(f()) == 'i'",
+    ),
+    "deep lists": (
+        "def f(n): return [f(n - 1)] if n else []\ndef g(x): return 1 + g(x[0]) if x else 0",
+        "(lambda x: g(x) == 600 and f(601) == [x])(f(600))",
+    ),
+    "class that can be empty": (
+        "class Stack:\n    def __init__(self): self.x = []\n    def push(self, x): self.x.append(x); return self\n"
+        "    def __len__(self): return len(self.x)\n    def __repr__(self): return f'Stack({self.x})'\n"
+        "class Other(Stack): pass",
+        "not Stack() and Stack().push(1) and repr(Stack().push(1).push(2)) == 'Stack([1, 2])' and issubclass(Other, Stack)",
+    ),
+    "enumeration": (
+        "import enum\nclass Light(enum.Enum):\n    RED = 1\n    GREEN = 2\n"
+        "    def next(self): return Light.GREEN if self is Light.RED else Light.RED",
+        "Light.RED.next() == Light.GREEN and Light.RED != Light.GREEN and Light(1) is Light.RED and Light.RED.value == 1",
+    ),
     "changed arguments": (
         "def f(a, d):\n    a[0].append(1); d['x'] = a; return a[0]",
         "(lambda a, d: f(a, d) is a[0] and a == [[1]] and d['x'] is a)([[]], {})",
@@ -225,6 +287,15 @@ RIGHT = {
     ),
     "keywords and defaults": ("def f(*a, b=2, **k): return a, b, k", "f(1, b=3, c=4) == ((1,), 3, {'c': 4})"),
     "name of a built-in function": ("def sum(a, b): return a + b", "sum(1, 2) == 3"),
+    "names that are the tests' own": (
+        "from math import isclose, pi\nfrom collections import Counter\ndef f(x): return pi * x\ndef g(x): return list(x)",
+        "isclose(f(2), 2 * pi) and Counter(g('aab')) == {'a': 2, 'b': 1}",
+    ),
+    "function with the name of a tool": ("def sqrt(x): return 2 * x", "sqrt(2) == 4"),
+    "function with the name of a module": (
+        "def calendar(x): return [x]\ndef copy(x): return x",
+        "calendar(copy(2)) == [2]",
+    ),
     "module of the program": ("import math\ndef f(): return 2.0", "math.isclose(f(), 2)"),
     "data": ("limits = [1, 2]", "limits == [1, 2]"),
     "exception": ("def f(x): raise ValueError(f'not {x}')", "raises(ValueError, f, 1) == 'not 1'"),
@@ -254,7 +325,15 @@ def test_right_programs(wall, name, monkeypatch):
 
 @pytest.mark.parametrize(
     "program",
-    ["def", "a = '\x00'", "a = '\ud800'; f(", "assert 1 + 1 == 3", "def f(): return f()\nf()", "import nowhere"],
+    [
+        "raise SystemExit(1)",
+        "def",
+        "a = '\x00'",
+        "a = '\ud800'; f(",
+        "assert 1 + 1 == 3",
+        "def f(): return f()\nf()",
+        "import nowhere",
+    ],
 )
 def test_programs_that_do_not_run(program):
     assert run_program(program, "assert True", wall_seconds=60) == "failed"
@@ -266,6 +345,11 @@ def test_numpy():
     program = "import numpy as np\ndef mean(x): return np.mean(x)\ndef twice(x): return 2 * np.array(x)"
     tests = "import numpy\nassert mean([1, 2]) == 1.5 and numpy.allclose(twice([1.5]), [3])"
     assert run_program(program, tests, wall_seconds=60) == "passed"
+    program += "\ndef total(x): return x.sum()\ndef text(): return np.array([['a', 'bcd']])"
+    tests = "import numpy as np\nassert total(np.ones((2, 3))) == 6 and (text() == [['a', 'bcd']]).all()"
+    tests += " and twice([1, 2]).dtype == int and twice([1]).shape == (1,)"
+    assert run_program(program, tests, wall_seconds=60) == "passed"
+    assert run_program(program, "assert twice([1, 2]) == [2, 4]", wall_seconds=60) == "failed"  # as in numpy
 
 
 def test_tests_that_cannot_be_run(caplog):
@@ -274,8 +358,10 @@ def test_tests_that_cannot_be_run(caplog):
     assert "`torch`" in run_program(program, "import torch\nassert f(1) == 1")
     assert "`Own`" in run_program(program, "class Own: pass\nassert f(Own()) == 1")
     assert run_program(program, "assert f(").startswith("unusable: ")
+    sandbox.UNUSABLE.clear()
     scores, _ = pass_at_k([[program, program]], ["import torch"], [1])
     assert scores == {"pass@1": 0.0} and "the tests need `torch`" in caplog.text
+    assert sandbox.UNUSABLE == {"the tests need `torch`, which programs do not have": 2}
 
 
 def test_pass_at_k():

@@ -6,9 +6,8 @@ It never runs what a program brings, so its word can be taken.
 
 import importlib
 import os
-import sys
 
-from names import free_names
+from names import class_names, names_under_test, own_names
 from wire import ROOT, Module, Peer, Refused, RemoteClass
 
 
@@ -20,8 +19,13 @@ def run(tests: str, channels: list[list[int]], helpers: list[str], verdict: int)
         namespace: dict = {"__name__": "__main__"}
         for peer in peers:
             peer.request("length", ROOT, ())  # answered when the program has run to its end
-        for name in sorted(free_names(tests)):
-            add_name(name, peers[-1 if name in helpers else 0], namespace)
+        classes = class_names(tests)
+        for name in sorted(names_under_test(tests)):
+            add_name(name, peers[-1 if name in helpers else 0], namespace, name in classes)
+        for name, (module, attribute) in own_names(tests).items():
+            if is_defined(name, peers[0]):
+                own = importlib.import_module(module)
+                namespace[name] = own if attribute is None else getattr(own, attribute)
         exec(compile(tests, "tests", "exec", dont_inherit=True), namespace)
         if all(peer.failure is None for peer in peers):
             word = "passed"
@@ -36,17 +40,19 @@ def run(tests: str, channels: list[list[int]], helpers: list[str], verdict: int)
     os.write(verdict, word[:1000].encode())
 
 
-def add_name(name: str, peer: Peer, namespace: dict):
+def add_name(name: str, peer: Peer, namespace: dict, is_class: bool):
     """Put what the program calls so into the namespace of the tests, if it has it."""
     try:
         value = peer.request("item", ROOT, (name,))
     except KeyError:
         return
-    if isinstance(value, Module):
-        # The judge's own, and only the one that goes by this name
-        module = {"np": "numpy"}.get(name, name)
-        if module == "numpy" or module in sys.stdlib_module_names:
-            namespace[name] = importlib.import_module(module)
-    else:
-        peer.knows_classes |= isinstance(value, RemoteClass)
+    if isinstance(value, RemoteClass) and is_class:
+        peer.knows_classes = True
+        peer.answered.discard(value._number)
+    if not isinstance(value, Module):
         namespace[name] = value
+
+
+def is_defined(name: str, peer: Peer) -> bool:
+    """Whether a program has a name. Without it, tests fail, as they do where they run in the program's own names."""
+    return peer.request("defines", ROOT, (name,)) is True

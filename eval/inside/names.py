@@ -4,9 +4,24 @@
 import ast
 import builtins
 import symtable
+import sys
 
 
 BUILTINS = frozenset(dir(builtins))
+# What tests compare answers with, or compute them by, under names that hardly any function under test has
+TOOLS = {
+    name: module
+    for module, names in {
+        "math": "isclose isnan isinf isfinite fsum pi inf nan sqrt",
+        "collections": "Counter OrderedDict defaultdict deque namedtuple",
+        "copy": "deepcopy",
+        "decimal": "Decimal",
+        "fractions": "Fraction",
+        "numpy": "allclose array_equal",
+    }.items()
+    for name in names.split()
+}
+ALIASES = {"np": "numpy"}
 
 
 def free_names(tests: str) -> set[str]:
@@ -40,6 +55,53 @@ def free_names(tests: str) -> set[str]:
     }
 
 
+def own_names(tests: str) -> dict[str, tuple[str, str | None]]:
+    """Names that mean the same whoever defines them: a module, or what it holds under this name.
+
+    Tests of benchmarks leave such imports to the program. What the names stand for is still the tests' to say: a
+    program's own `isclose` could agree to everything.
+    """
+    names = free_names(tests)
+    used_otherwise = {node.id for node in _names_without_attribute(ast.parse(tests))}
+    found: dict[str, tuple[str, str | None]] = {
+        name: (ALIASES.get(name, name), None)
+        for name in names - used_otherwise
+        if name in ALIASES or name == "numpy" or name in sys.stdlib_module_names
+    }
+    tools = names & TOOLS.keys()
+    if names - found.keys() - tools:  # else it is one of these that is tested
+        found |= {name: (TOOLS[name], name) for name in tools}
+    return found
+
+
+def _names_without_attribute(tree: ast.AST):
+    for node in ast.iter_child_nodes(tree):
+        if isinstance(node, ast.Name):
+            yield node
+        elif not (isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name)):
+            yield from _names_without_attribute(node)
+
+
+def names_under_test(tests: str) -> set[str]:
+    """The names that tests take from the program."""
+    return free_names(tests) - own_names(tests).keys()
+
+
+def class_names(tests: str) -> set[str]:
+    """Those of the names that tests use as one uses a class, or that are written like one.
+
+    A program may define a class where a function is asked for.
+    """
+    used = set()
+    for node in ast.walk(ast.parse(tests)):
+        match node:
+            case ast.Call(ast.Name("isinstance" | "issubclass"), [_, kinds]):
+                used |= {part.id for part in ast.walk(kinds) if isinstance(part, ast.Name)}
+            case ast.Attribute(ast.Name(name)) | ast.ExceptHandler(ast.Name(name)):
+                used.add(name)
+    return {name for name in names_under_test(tests) if name in used or name.lstrip("_")[:1].isupper()}
+
+
 def helper_names(tests: str) -> set[str]:
     """Names of the prompt's that tests use beside the function that they test, which is the one in `check(name)`.
 
@@ -48,7 +110,7 @@ def helper_names(tests: str) -> set[str]:
     last = ast.parse(tests).body[-1:]
     match last:
         case [ast.Expr(ast.Call(ast.Name("check"), [ast.Name(entry_point)]))]:
-            return free_names(tests) - {entry_point}
+            return names_under_test(tests) - {entry_point}
     return set()
 
 
