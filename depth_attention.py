@@ -338,7 +338,10 @@ def key_length(wide_values: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
 
     Two operations, where `inverse_rms` is five: what a step of decoding costs is the number of operations.
     """
-    return torch.hypot(torch.linalg.vector_norm(wide_values, dim=-1, keepdim=True), shift)
+    norm = torch.linalg.vector_norm(wide_values, dim=-1, keepdim=True)
+    if torch.compiler.is_compiling():  # or exporting: ONNX has no `hypot`
+        return (norm.square() + shift.square()).sqrt()
+    return torch.hypot(norm, shift)
 
 
 def length_of_one_token(wide_vector: torch.Tensor, shift: float) -> float:

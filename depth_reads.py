@@ -527,7 +527,7 @@ class GeneralBlockCache(BlockCache):
             with maybe_autocast(device_type=block.device.type, enabled=False):
                 heads, queries = by_head([wide_block, self.queries[self.open_from :]], self.num_heads)
                 scores = torch.einsum("...hd,shd->...hs", heads, queries) / length
-            self.scores[:, self.num_closed, self.open_from :] = scores.reshape(len(self.values), -1)
+            self.scores[:, self.num_closed, self.open_from :] = scores.reshape(self.values.shape[0], -1)
         else:
             self.lengths.append(length.reshape(-1, 1))
         self.num_closed += 1

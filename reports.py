@@ -23,6 +23,7 @@ class Parity:
     measured: float
     tolerance: float
     criterion: str
+    decides: bool = True  # if not, it is for information: models with experts are decided upon in fp32
 
     @property
     def equal(self) -> bool:
@@ -31,7 +32,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Result of `verify`: `equal` if in every dtype the second checkpoint is within rounding of the first."""
+    """Result of `verify`: `equal` if in every dtype that decides the second is within rounding of the first."""
 
     first: str
     second: str
@@ -42,7 +43,7 @@ class VerificationReport:
 
     @property
     def equal(self) -> bool:
-        return all(parity.equal for parity in self.parities)
+        return all(parity.equal for parity in self.parities if parity.decides)
 
     def to_dict(self) -> dict:
         parities = [{**asdict(parity), "equal": parity.equal} for parity in self.parities]
@@ -71,7 +72,7 @@ class VerificationReport:
             "what rounding does to it": lambda p: f"{p.rounding:.1e}",
             "has to be at most": lambda p: f"{p.tolerance:.1e}",
         }
-        criteria = ", ".join(f"in {parity.dtype} {parity.criterion}" for parity in self.parities)
+        criteria = ", ".join(f"in {parity.dtype} {parity.criterion}" for parity in self.parities if parity.decides)
         lines = [
             f"`{self.first}` and `{self.second}` on {self.num_tokens} tokens of {self.text}: "
             + (
@@ -85,6 +86,11 @@ class VerificationReport:
         ]
         lines += [f"| {name} | " + " | ".join(map(cell, self.parities)) + " |" for name, cell in rows.items()]
         lines += ["", f"What decides: {criteria}."]
+        lines += [
+            f"For information: in {parity.dtype} {parity.criterion}, as rounding chooses between experts at near-ties."
+            for parity in self.parities
+            if not parity.decides
+        ]
         return "\n".join(lines)
 
 

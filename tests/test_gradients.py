@@ -59,9 +59,9 @@ def chosen(name):
     attnres.set_backend(before)
 
 
-def make_model(family="llama", block_size=3, **read):
+def make_model(family="llama", block_size=3, num_hidden_layers=3, **read):
     fields = {f"attn_res_{name}": value for name, value in read.items()}
-    base_model = tiny_base_model(family, num_hidden_layers=3, hidden_dropout=0.0)
+    base_model = tiny_base_model(family, num_hidden_layers=num_hidden_layers, hidden_dropout=0.0)
     config = attnres.AttnResConfig.from_base_config(base_model.config, block_size=block_size, **fields)
     model = attnres.AttnResForCausalLM(config)
     model.load_state_dict(base_model.state_dict(), strict=False)
