@@ -215,7 +215,7 @@ def compare_with(reference: Reference, second: Checkpoint, device: str = "auto")
             del actual
             own_actual, _ = run(second, own_dtype, device, windows, progress)
             parities.append(compare_in_own_dtype(reference, own_actual))
-            if parity.equal and not parities[1].equal:
+            if parity.equal and parities[1].decides and not parities[1].equal:
                 first_difference = f"no layer in fp32, only in {parities[1].dtype}"
     return VerificationReport(
         first=first.title,

@@ -287,8 +287,15 @@ def quantize_fp8(loaded):
             quantize_fp8,
             {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
         ),
+        (
+            "qwen3_moe",
+            {"hidden_size": 128, "intermediate_size": 256, "moe_intermediate_size": 128, "num_key_value_heads": 4}
+            | {"head_dim": 32},
+            quantize_fp8,
+            {"quant_method": "fp8", "weight_block_size": [128, 128], "activation_scheme": "dynamic"},
+        ),
     ],
-    ids=["mxfp4", "fp8"],
+    ids=["mxfp4", "fp8", "fp8_experts"],
 )
 def test_quantized(family, kwargs, quantize, quantization_config, tmp_path):
     """The quantised tensors are copied as they are; compared is what transformers makes of them."""
@@ -300,11 +307,15 @@ def test_quantized(family, kwargs, quantize, quantization_config, tmp_path):
     edit_json(tmp_path / "base/config.json", quantization_config=quantization_config)
     report = convert(tmp_path / "base", tmp_path / "attnres", block_size=3)
     assert [parity.dtype for parity in report.verification.parities] == ["bfloat16"] and report.verification.equal
+    assert ("median token" in report.verification.parities[0].criterion) == (family != "llama")
     written = tensors(tmp_path / "attnres")
     assert {name: written[name].dtype for name in loaded} == {name: loaded[name].dtype for name in loaded}
     assert written["model.depth_queries.query"].dtype == torch.float32
     revert(tmp_path / "attnres", tmp_path / "again", verify=False)
     assert filecmp.cmp(tmp_path / "base/model.safetensors", tmp_path / "again/model.safetensors", shallow=False)
+    name = "model.layers.2.post_attention_layernorm.weight"
+    other = broken(tmp_path / "attnres", tmp_path, lambda loaded: loaded.update({name: loaded[name] + 0.5}))
+    assert not verify(tmp_path / "base", other).equal
 
 
 # --- verification
