@@ -30,7 +30,7 @@ from torch.autograd.function import once_differentiable
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 
-from .depth_backends import get_backend, kernels, use_kernels
+from .depth_backends import kernels, use_kernels, uses_definition
 
 
 def num_sources(site: int, block_size: int) -> int:
@@ -108,7 +108,7 @@ def source_scores(queries: torch.Tensor, source: torch.Tensor, eps: float) -> to
     Returns:
         `[batch, seq, sites]`.
     """
-    if get_backend() == "reference":
+    if uses_definition():
         values = source.to(torch.promote_types(source.dtype, torch.float32))
         keys = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
         return torch.stack([(keys * query).sum(-1) for query in queries], dim=-1)
@@ -161,28 +161,38 @@ class WeightedSum(torch.autograd.Function):
 
 
 class NormOfWeightedSum(torch.autograd.Function):
-    """The mix of a read and the norm behind it. Saves nothing of either, and computes them again in backward."""
+    """The mix of a read and the norm behind it. Saves nothing of either, and computes them again in backward.
+
+    What the norm is made of is saved with the sources, and the norm is not asked again: before backward runs, it may
+    have been given other parameters, by `functional_call`, FSDP, a merged adapter or an optimizer.
+    """
 
     @staticmethod
-    def forward(ctx, norm: nn.Module, weights: torch.Tensor, *sources_and_parameters: torch.Tensor):
-        sources = sources_and_parameters[: weights.shape[-1]]
+    def forward(ctx, norm: nn.Module, weights: torch.Tensor, *sources_and_norm_tensors: torch.Tensor):
+        sources = sources_and_norm_tensors[: weights.shape[-1]]
         device_type = weights.device.type
-        ctx.norm, ctx.is_autocast = norm, torch.is_autocast_enabled(device_type)
+        ctx.norm, ctx.tensor_names = norm_with(norm, {}), list(norm_tensors(norm))
+        ctx.is_autocast = torch.is_autocast_enabled(device_type)
         ctx.autocast_dtype = torch.get_autocast_dtype(device_type)
-        ctx.save_for_backward(weights, *sources)
+        ctx.save_for_backward(weights, *sources_and_norm_tensors)
         return norm_of(norm, weighted_sum(weights, sources))
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
-        weights, *sources = ctx.saved_tensors
+        weights, *tensors = ctx.saved_tensors
+        num_sources = weights.shape[-1]
+        sources, needed = tensors[:num_sources], ctx.needs_input_grad[2 + num_sources :]
+        of_norm = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors[num_sources:], needed)]
+        norm = norm_with(ctx.norm, dict(zip(ctx.tensor_names, of_norm)))
         mix = weighted_sum(weights, sources).requires_grad_()
         autocast = maybe_autocast(weights.device.type, dtype=ctx.autocast_dtype, enabled=ctx.is_autocast)
         with torch.enable_grad(), autocast:
-            normed = norm_of(ctx.norm, mix)
-        inputs = (mix, *trainable_parameters(ctx.norm))
-        grad_mix, *grad_parameters = torch.autograd.grad(normed, inputs, grad, allow_unused=True)
-        return None, *weighted_sum_backward(grad_mix, weights, sources), *grad_parameters
+            normed = norm_of(norm, mix)
+        inputs = (mix, *(tensor for tensor in of_norm if tensor.requires_grad))
+        grad_mix, *grads = torch.autograd.grad(normed, inputs, grad, allow_unused=True)
+        grads_of_norm = [grads.pop(0) if need else None for need in needed]
+        return None, *weighted_sum_backward(grad_mix, weights, sources), *grads_of_norm
 
 
 def norm_of(norm: nn.Module, mix: torch.Tensor) -> torch.Tensor:
@@ -190,8 +200,18 @@ def norm_of(norm: nn.Module, mix: torch.Tensor) -> torch.Tensor:
     return type(norm).forward(norm, mix)
 
 
-def trainable_parameters(module: nn.Module) -> list[nn.Parameter]:
-    return [parameter for parameter in module.parameters() if parameter.requires_grad]
+def norm_tensors(norm: nn.Module) -> dict[str, torch.Tensor]:
+    """The tensors of a norm without submodules by name: parameters, buffers, and what FSDP1 has in their place."""
+    own = vars(norm)
+    named = {**own["_parameters"], **own["_buffers"], **own}
+    return {name: tensor for name, tensor in named.items() if isinstance(tensor, torch.Tensor)}
+
+
+def norm_with(norm: nn.Module, tensors: dict[str, torch.Tensor]) -> nn.Module:
+    """A norm as it is now, and with other tensors. The norm itself stays as it is, as other threads may run it."""
+    copied = object.__new__(type(norm))
+    vars(copied).update(vars(norm), **tensors)  # found before parameters and buffers
+    return copied
 
 
 def depth_weights(scores: Sequence[torch.Tensor], masked: int | None = None) -> torch.Tensor:
@@ -214,7 +234,7 @@ def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: n
     Returns:
         `[batch, seq, hidden]`. With a norm the backward pass has no more to keep than weights and sources.
     """
-    if get_backend() == "reference":
+    if uses_definition():
         is_multi_head = weights.ndim > sources[0].ndim
         values = torch.stack(by_head(sources, weights.shape[-2]) if is_multi_head else list(sources), dim=-2)
         mix = (weights.unsqueeze(-1) * values.to(weights.dtype)).sum(-2).to(values.dtype).view_as(sources[0])
@@ -224,9 +244,11 @@ def mix_and_norm(weights: torch.Tensor, sources: Sequence[torch.Tensor], norm: n
         return mix if norm is None else norm_of(norm, mix)
     if norm is None:
         return WeightedSum.apply(weights, *sources)
-    if torch.compiler.is_compiling():  # which decides itself what it computes again
+    # A compiler decides itself what it computes again. What is in submodules, such as those of
+    # `torch.nn.utils.parametrize`, is not among the norm's tensors
+    if torch.compiler.is_compiling() or norm._modules:
         return norm_of(norm, WeightedSum.apply(weights, *sources))
-    return NormOfWeightedSum.apply(norm, weights, *sources, *trainable_parameters(norm))
+    return NormOfWeightedSum.apply(norm, weights, *sources, *norm_tensors(norm).values())
 
 
 def rms_norm_parameters(norm: nn.Module | None, dtype: torch.dtype) -> tuple[torch.Tensor, float] | None:
@@ -316,7 +338,10 @@ def key_length(wide_values: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
 
     Two operations, where `inverse_rms` is five: what a step of decoding costs is the number of operations.
     """
-    return torch.hypot(torch.linalg.vector_norm(wide_values, dim=-1, keepdim=True), shift)
+    norm = torch.linalg.vector_norm(wide_values, dim=-1, keepdim=True)
+    if torch.compiler.is_compiling():  # or exporting: ONNX has no `hypot`
+        return (norm.square() + shift.square()).sqrt()
+    return torch.hypot(norm, shift)
 
 
 def length_of_one_token(wide_vector: torch.Tensor, shift: float) -> float:

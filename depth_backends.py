@@ -65,6 +65,11 @@ def get_backend() -> str:
     return _backend
 
 
+def uses_definition() -> bool:
+    """Whether reads are to be computed by definition: where that is chosen, and within transforms of `torch.func`."""
+    return _backend == "reference" or torch._C._are_functorch_transforms_active()
+
+
 def _is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
@@ -84,10 +89,12 @@ def use_kernels(tensor: torch.Tensor) -> bool:
 
 def backend_of(tensor: torch.Tensor) -> str:
     """What computes reads over sources like this one: `reference`, `torch`, `triton` or `fla`."""
+    if uses_definition():
+        return "reference"
     if not tensor.is_cuda and not (_backend == "triton" and _is_interpreted()):
-        return "reference" if _backend == "reference" else "torch"
-    if _backend in ("reference", "torch") or tensor.dtype == torch.float64 or torch.compiler.is_compiling():
-        return "reference" if _backend == "reference" else "torch"
+        return "torch"
+    if _backend == "torch" or tensor.dtype == torch.float64 or torch.compiler.is_compiling():
+        return "torch"
     if type(tensor) is not torch.Tensor:  # which may have no memory of its own: fake tensors, distributed ones
         return "torch"
     if _backend != "auto":

@@ -32,7 +32,7 @@ from transformers.utils.import_utils import is_tracing
 
 from .attn_res_fields import READS
 from .depth_attention import BlockCache, by_head, inverse_rms, key_length, mix_and_norm, norm_of, source_scores
-from .depth_backends import get_backend
+from .depth_backends import uses_definition
 from .depth_stream import DepthStream, register_stream
 
 
@@ -280,7 +280,7 @@ class HeadScores(torch.autograd.Function):
 
 def head_scores(queries: torch.Tensor, source: torch.Tensor, eps: float, num_heads: int) -> torch.Tensor:
     """As `source_scores`, for several heads: `[batch, seq, heads, sites]`."""
-    if get_backend() == "reference":
+    if uses_definition():
         return torch.stack([scores_by_definition(query, source, eps, num_heads) for query in queries], dim=-1)
     return HeadScores.apply(queries, source, eps, num_heads)
 
@@ -365,7 +365,7 @@ class GeneralStream(DepthStream):
         masked = self.masked_source()
         if masked is not None:
             scores[..., masked] = -torch.inf
-        if get_backend() == "reference":
+        if uses_definition():
             weights = weights_by_definition(scores, self.how.weights)
         else:
             weights = WEIGHTS[self.how.weights].of_scores(scores)
@@ -437,7 +437,7 @@ class InputStream(GeneralStream):
 
     def _scores(self) -> list[torch.Tensor]:
         query, num_heads = self._query(), self.how.num_heads
-        if get_backend() == "reference":
+        if uses_definition():
             scores = [scores_by_definition(query, source, self.eps, num_heads) for source in self.sources]
         else:
             with torch.no_grad():
@@ -527,7 +527,7 @@ class GeneralBlockCache(BlockCache):
             with maybe_autocast(device_type=block.device.type, enabled=False):
                 heads, queries = by_head([wide_block, self.queries[self.open_from :]], self.num_heads)
                 scores = torch.einsum("...hd,shd->...hs", heads, queries) / length
-            self.scores[:, self.num_closed, self.open_from :] = scores.reshape(len(self.values), -1)
+            self.scores[:, self.num_closed, self.open_from :] = scores.reshape(self.values.shape[0], -1)
         else:
             self.lengths.append(length.reshape(-1, 1))
         self.num_closed += 1

@@ -31,7 +31,7 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 from .base_classes import BaseConversions, DepthReader, class_by_name, new_of_both, of_both
 from .base_config import base_config_class
 from .configuration_attnres import AttnResConfig
-from .depth_backends import get_backend
+from .depth_backends import uses_definition
 from .depth_forward import HANDED, with_depth_attentions
 from .depth_pipeline import AttnResSliceMixin, carry_streams, rules_of_stage
 from .depth_probe import decoder_layers
@@ -258,7 +258,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         )
         if recorder is not None:
             recorder.tokens = blocks[0].shape[:-1]
-        if torch.is_grad_enabled() or recorder is not None or get_backend() == "reference":
+        if torch.is_grad_enabled() or recorder is not None or uses_definition():
             if site and not any(getattr(layer, "gradient_checkpointing", False) for layer in decoder_layers(self)):
                 stream.prepare_reads()  # once for all layers of this slice, see `enter_layer`
             return stream

@@ -82,6 +82,7 @@ class Parity:
     measured: float
     tolerance: float
     criterion: str
+    decides: bool = True  # if not, it is for information: models with experts are decided upon in fp32
 
     @property
     def equal(self) -> bool:
@@ -90,7 +91,7 @@ class Parity:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Result of `verify`: `equal` if in every dtype the second checkpoint is within rounding of the first."""
+    """Result of `verify`: `equal` if in every dtype that decides the second is within rounding of the first."""
 
     first: str
     second: str
@@ -101,7 +102,7 @@ class VerificationReport:
 
     @property
     def equal(self) -> bool:
-        return all(parity.equal for parity in self.parities)
+        return all(parity.equal for parity in self.parities if parity.decides)
 
     def to_dict(self) -> dict:
         parities = [{**asdict(parity), "equal": parity.equal} for parity in self.parities]
@@ -130,7 +131,8 @@ class VerificationReport:
             "what rounding does to it": lambda p: f"{p.rounding:.1e}",
             "has to be at most": lambda p: f"{p.tolerance:.1e}",
         }
-        criteria = ", ".join(f"in {escaped(p.dtype)} {sentence(p.criterion)}" for p in self.parities)
+        decisive = [parity for parity in self.parities if parity.decides]
+        criteria = ", ".join(f"in {escaped(p.dtype)} {sentence(p.criterion)}" for p in decisive)
         lines = [
             f"{code(self.first)} and {code(self.second)} on {self.num_tokens:d} tokens of {sentence(self.text)}: "
             + (
@@ -144,6 +146,12 @@ class VerificationReport:
         ]
         lines += [f"| {name} | " + " | ".join(map(cell, self.parities)) + " |" for name, cell in rows.items()]
         lines += ["", f"What decides: {criteria}."]
+        lines += [
+            f"For information: in {escaped(p.dtype)} {sentence(p.criterion)}, as rounding chooses between experts at"
+            " near-ties."
+            for p in self.parities
+            if not p.decides
+        ]
         return "\n".join(lines)
 
 

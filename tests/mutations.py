@@ -18,6 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parents[1]
 OPERATOR = ("tests/test_depth_attention.py", "tests/test_depth_stream.py")
 READS = ("tests/test_reads.py",)
+GRADIENTS = ("tests/test_gradients.py",)
 PRETRAINING = ("tests/test_pretrain.py",)
 # Of several processes, looked at where the fast tests of a file have not failed
 SLOW = {
@@ -36,7 +37,12 @@ MUTATIONS = [
     ("depth_attention.py", "return norm.square().div_(values.shape[-1]).add_(eps).rsqrt_()", "return norm.square().div_(values.shape[-1]).rsqrt_()", OPERATOR),
     ("depth_attention.py", "mix.addcmul_(weights[..., i : i + 1], source.to(mix.dtype))", "mix.addcmul_(weights[..., -i : weights.shape[-1] - i + 1], source.to(mix.dtype))", OPERATOR),
     ("depth_attention.py", "*((weights[..., i : i + 1] * grad).to(s.dtype) for i, s in enumerate(sources))", "*((weights[..., i : i + 1] * grad * (i > 0)).to(s.dtype) for i, s in enumerate(sources))", OPERATOR),
-    ("depth_attention.py", "return None, *weighted_sum_backward(grad_mix, weights, sources), *grad_parameters", "return None, *weighted_sum_backward(grad, weights, sources), *grad_parameters", (*OPERATOR, *MODEL)),
+    ("depth_attention.py", "return None, *weighted_sum_backward(grad_mix, weights, sources), *grads_of_norm", "return None, *weighted_sum_backward(grad, weights, sources), *grads_of_norm", (*OPERATOR, *MODEL)),
+    ("depth_attention.py", "norm = norm_with(ctx.norm, dict(zip(ctx.tensor_names, of_norm)))", "norm = norm_with(ctx.norm, {})", GRADIENTS),
+    ("depth_attention.py", "ctx.norm, ctx.tensor_names = norm_with(norm, {}), list(norm_tensors(norm))", "ctx.norm, ctx.tensor_names = norm, list(norm_tensors(norm))", GRADIENTS),
+    ("depth_attention.py", "named = {**own[\"_parameters\"], **own[\"_buffers\"], **own}", "named = {**own[\"_parameters\"], **own[\"_buffers\"]}", GRADIENTS),
+    ("depth_attention.py", "if torch.compiler.is_compiling() or norm._modules:", "if torch.compiler.is_compiling():", GRADIENTS),
+    ("depth_backends.py", "return _backend == \"reference\" or torch._C._are_functorch_transforms_active()", "return _backend == \"reference\"", GRADIENTS),
     ("depth_attention.py", "mix = weighted_sum(weights, sources).requires_grad_()", "mix = weighted_sum(weights.softmax(-1), sources).requires_grad_()", (*OPERATOR, *MODEL)),
     ("depth_attention.py", "scores[..., masked] = -torch.inf", "scores[..., masked] = 0", ("tests/test_depth_stream.py", "tests/test_inspection.py")),
     ("depth_attention.py", "return torch.lerp(mix, wide_partial, alpha)\n", "return torch.lerp(mix, wide_partial, alpha * 1.0001)\n", OPERATOR),
