@@ -73,9 +73,9 @@ def _register_with_liger(monkey_patch):
     monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.setdefault("attnres", apply_liger_kernel_to_attnres)
 
 
-# `AutoModel.register` takes classes, and importing what those need takes seconds. The mappings themselves go from name to
-# class when one is looked up, which is all that is wanted here. The first registration stays: pytest imports this file a
-# second time, under the name of its folder
+# `AutoModel.register` takes classes, and importing what those need takes seconds. The mappings themselves go from name
+# to class when one is looked up, which is all that is wanted here. The first registration stays: pytest imports this
+# file a second time, under the name of its folder
 after_import(
     {
         "transformers.models.auto.configuration_auto": _register_config,

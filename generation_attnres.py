@@ -12,7 +12,6 @@ from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecod
 from transformers.utils import logging
 
 from .depth_forward import depth_output_class
-from .library_lookups import typed_as_base
 
 
 logger = logging.get_logger(__name__)
@@ -39,10 +38,6 @@ class AttnResGenerationMixin(GenerationMixin):
         if not isinstance(outputs, (GenerateDecoderOnlyOutput, GenerateBeamDecoderOnlyOutput)) or not wanted:
             return outputs
         return depth_output_class(type(outputs))(**outputs, depth_attentions=tuple(steps))
-
-    def get_compiled_call(self, compile_config):
-        with typed_as_base(self.config):  # transformers compiles no model of some types
-            return super().get_compiled_call(compile_config)
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, inputs, *args, **kwargs):

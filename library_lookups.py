@@ -1,9 +1,9 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What other libraries look up by `config.model_type`: of an AttnRes model they find what they have for its base.
 
-All AttnRes models share a type, "attnres", and libraries have tables of types: which modules LoRA adapts, how tensors of
-experts are merged, how tool calls are parsed. `docs/model_type.md` lists every use. The functions named here are given
-the type of the base while they run, as soon as their module is imported; all others answer rightly by themselves.
+All AttnRes models share a type, "attnres", and libraries have tables of types: which modules LoRA adapts, how experts
+are merged, how tool calls are parsed. `docs/model_type.md` lists every use. The functions named here are wrapped as soon
+as their module is imported, and given the type of the base while they run.
 """
 
 import contextlib
@@ -207,7 +207,7 @@ def _register(module: ModuleType):
     if hasattr(module, "_attnres_is_registered"):
         return
     module._attnres_is_registered = True  # type: ignore[attr-defined]
-    lookups = {name: _for_base for name in LOOKUPS.get(module.__name__, ())}
+    lookups = dict.fromkeys(LOOKUPS.get(module.__name__, ()), _for_base)
     for name, wrap in {**lookups, **OTHER_LOOKUPS.get(module.__name__, {})}.items():
         _replace(module, name, wrap)
 
