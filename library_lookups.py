@@ -2,8 +2,8 @@
 """What other libraries look up by `config.model_type`: of an AttnRes model they find what they have for its base.
 
 All AttnRes models share a type, "attnres", and libraries have tables of types: which modules LoRA adapts, how experts
-are merged, how tool calls are parsed. `docs/model_type.md` lists every use. The functions named here are wrapped as soon
-as their module is imported, and given the type of the base while they run.
+are merged, how tool calls are parsed. `docs/model_type.md` lists every use. The functions named here are wrapped as
+soon as their module is imported, and given the type of the base while they run.
 """
 
 import contextlib
@@ -70,7 +70,9 @@ def after_import(callbacks: dict[str, Callable[[ModuleType], None]]):
 
 
 def is_attnres(config: Any) -> bool:
-    return getattr(type(config), "model_type", None) in MODEL_TYPES and isinstance(config.base_model_type, str)
+    """Whether it is a config of ours: others may have taken the name of the type."""
+    is_named = getattr(type(config), "model_type", None) in MODEL_TYPES
+    return is_named and isinstance(getattr(config, "base_model_type", None), str)
 
 
 @contextlib.contextmanager
@@ -78,9 +80,6 @@ def typed_as_base(*configs) -> Iterator[None]:
     """`config.model_type` is the base's meanwhile, and that of its `text_config`. Files keep the type of the class."""
     nested = [getattr(config, "text_config", None) for config in configs]
     ours = {id(config): config for config in (*configs, *nested) if is_attnres(config)}
-    if not ours:
-        yield
-        return
     with _LOCK:  # or two threads would restore what the other has set
         before = {key: vars(config).get("model_type") for key, config in ours.items()}
         for config in ours.values():
@@ -99,7 +98,10 @@ def _for_base(function: Callable) -> Callable:
     def of_base(*args, **kwargs):
         given = [*args, *kwargs.values()]
         given += [model for value in given if (model := getattr(value, "teacher_model", None)) is not None]
-        with typed_as_base(*(getattr(value, "config", None) for value in given)):
+        configs = [config for value in given if is_attnres(config := getattr(value, "config", None))]
+        if not configs:
+            return function(*args, **kwargs)
+        with typed_as_base(*configs):
             return function(*args, **kwargs)
 
     return of_base
@@ -112,7 +114,7 @@ def _model_config(get_model_config: staticmethod) -> staticmethod:
     @functools.wraps(of_class)
     def of_base(model):
         config = of_class(model)
-        if isinstance(config, dict) and config.get("model_type") in MODEL_TYPES:
+        if isinstance(config, dict) and config.get("model_type") in MODEL_TYPES and "base_model_type" in config:
             config = {**config, "model_type": config["base_model_type"]}
         return config
 

@@ -341,6 +341,7 @@ def test_the_type_is_the_bases_for_the_while_only(tmp_path):
         with typed_as_base(config):
             assert config.model_type == "llama"
         assert config.model_type == "llama" and config.to_dict()["model_type"] == "attnres"
+        assert config.to_base_config().model_type == "llama"
         config.save_pretrained(tmp_path)
         raise KeyError
     assert config.model_type == "attnres" and '"model_type": "attnres"' in (tmp_path / "config.json").read_text()
