@@ -298,9 +298,7 @@ def test_tensors_of_an_adapter_that_are_left_out_are_named(tmp_path):
     # Of a few types, PEFT converts none at all
     base_model = tiny_base_model("qwen2_moe")
     adapter_by_experts(base_model, tmp_path / "experts", GATE_UP_DOWN)
-    with pytest.warns(
-        UserWarning, match=r"it has no such modules\): .*layers.0.mlp.experts.lora_A.weight"
-    ):
+    with pytest.warns(UserWarning, match=r"it has no such modules\): .*layers.0.mlp.experts.lora_A.weight"):
         PeftModel.from_pretrained(convert(base_model, 3), tmp_path / "experts")
     # Adapters with queries, on a model that has none
     base_model = tiny_base_model("llama")

@@ -9,7 +9,7 @@ import sys
 import pytest
 import torch
 from datasets import Dataset
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from tiny_models import WITHOUT_PACKAGE, convert, tiny_base_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import (
@@ -159,6 +159,31 @@ def test_first_step_is_that_of_the_base(kind, given, adapter, arguments, folder,
     names += [name for name, _ in model.named_parameters() if name.endswith("modules_to_save.default.query")]
     moved = model.get_parameter(names[-1])
     assert torch.isfinite(moved).all() and moved.abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_adapters_of_experts(folder, tmp_path):
+    """Named as single experts: trained by TRL as on the base, and loaded on either."""
+    vocab_size = AutoModelForCausalLM.from_pretrained(folder / "base").config.vocab_size
+    base_model = tiny_base_model("mixtral", vocab_size=vocab_size, num_hidden_layers=2)
+    trainers, logits, input_ids = {}, {}, torch.tensor([[3, 4, 5, 6, 7]])
+    for name, model in (("base", base_model), ("attnres", convert(base_model, 3))):
+        model.save_pretrained(tmp_path / name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name / file).write_bytes((folder / "base" / file).read_bytes())
+        config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["w1", "w2", "w3"])
+        trainers[name] = train("sft", str(tmp_path / name), tmp_path / "out", config, max_steps=2)
+        trainers[name].model.save_pretrained(tmp_path / f"of-{name}")
+    for name, other in (("base", "attnres"), ("attnres", "attnres")):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        with torch.no_grad():
+            before = model(input_ids).logits
+            loaded = PeftModel.from_pretrained(model, tmp_path / f"of-{other}").eval()
+            logits[name] = loaded(input_ids).logits
+        assert (logits[name] - before).abs().max() > 1e-3, "the adapter does nothing"
+    torch.testing.assert_close(logits["base"], logits["attnres"], rtol=0, atol=5e-5)
+    expected, actual = (trainer.state.log_history[0]["loss"] for trainer in trainers.values())
+    assert actual == pytest.approx(expected, rel=1e-4)
 
 
 LOAD_WITHOUT_PACKAGE = """
