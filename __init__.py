@@ -5,11 +5,11 @@ Importing this package registers AttnRes with the Auto classes. torch and the mo
 """
 
 import importlib
-import importlib.abc
-import importlib.util
 import os
 import sys
 import warnings
+
+from .library_lookups import after_import, register_lookups
 
 
 __version__ = "0.2.0"
@@ -89,62 +89,21 @@ def _register_models(auto_module):
         mapping._modules.setdefault(model_type, sys.modules[__name__])
 
 
-def _register_with_peft(tuners_utils):
-    """PEFT knows the modules to adapt by model type: an AttnRes model has those of its base."""
-    get_model_config = tuners_utils.BaseTuner.get_model_config
-
-    def get_base_model_config(model):
-        config = get_model_config(model)
-        if isinstance(config, dict) and config.get("model_type") in ("attnres", "attnres_multimodal"):
-            config = {**config, "model_type": config["base_model_type"]}
-        return config
-
-    tuners_utils.BaseTuner.get_model_config = staticmethod(get_base_model_config)
-
-
 def _register_with_liger(monkey_patch):
     from attnres.liger import apply_liger_kernel_to_attnres
 
     monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.setdefault("attnres", apply_liger_kernel_to_attnres)
 
 
-class _Registration(importlib.abc.MetaPathFinder):
-    """Registers our classes in transformers, and our model type in PEFT and Liger, as soon as those are imported.
-
-    `AutoModel.register` takes classes, and importing what those need takes seconds. The mappings themselves go from
-    name to class when one is looked up, which is all that is wanted here. The first registration stays: pytest imports
-    this file a second time, under the name of its folder.
-    """
-
-    callbacks = {
+# `AutoModel.register` takes classes, and importing what those need takes seconds. The mappings themselves go from name
+# to class when one is looked up, which is all that is wanted here. The first registration stays: pytest imports this
+# file a second time, under the name of its folder
+after_import(
+    {
         "transformers.models.auto.configuration_auto": _register_config,
         "transformers.models.auto.modeling_auto": _register_models,
-        "peft.tuners.tuners_utils": _register_with_peft,
         "liger_kernel.transformers.monkey_patch": _register_with_liger,
     }
-
-    def find_spec(self, name, path=None, target=None):
-        if name not in self.callbacks:
-            return None
-        callback = self.callbacks.pop(name)
-        spec = importlib.util.find_spec(name)
-        exec_module = spec.loader.exec_module
-
-        def exec_and_register(module):
-            exec_module(module)
-            callback(module)
-
-        spec.loader.exec_module = exec_and_register
-        return spec
-
-    @classmethod
-    def install(cls):
-        for name in list(cls.callbacks):
-            if name in sys.modules:
-                cls.callbacks.pop(name)(sys.modules[name])
-        if cls.callbacks:
-            sys.meta_path.insert(0, cls())
-
-
+)
+register_lookups()
 _warn_of_files_of_others()
-_Registration.install()

@@ -8,6 +8,7 @@ from typing import Any
 from transformers import conversion_mapping
 
 from .depth_stream import DepthStream
+from .library_lookups import register_lookups
 
 
 class DepthReader:
@@ -71,3 +72,4 @@ class BaseConversions(list):
 
 for _model_type in ("attnres", "attnres_multimodal"):
     conversion_mapping.register_checkpoint_conversion_mapping(_model_type, BaseConversions(), overwrite=True)
+register_lookups()

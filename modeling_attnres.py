@@ -38,6 +38,7 @@ from .depth_probe import decoder_layers
 from .depth_queries import AttnResDepthQueries, fold_queries
 from .depth_stream import DepthRecorder, DepthStream, checkpoint_stream
 from .generation_attnres import AttnResGenerationMixin
+from .library_lookups import typed_as_base
 from .saving_attnres import AttnResSavingMixin
 
 
@@ -130,6 +131,10 @@ class AttnResPreTrainedModel(AttnResSavingMixin, PreTrainedModel):
         if hasattr(cls, "base_class"):
             BaseConversions.asked.base_names = (cls.base_class.__name__, cls.base_model_type)
         return super().is_custom_code()
+
+    def get_compiled_call(self, compile_config):
+        with typed_as_base(self.config):  # of some types transformers compiles none
+            return super().get_compiled_call(compile_config)
 
     # The base's own. trf-ignore: TRF018
     @torch.no_grad()

@@ -56,7 +56,8 @@ MAX_TABLE_BYTES = 2**20
 CODE_FILES = (
     *("attn_res_fields.py", "base_classes.py", "base_config.py", "configuration_attnres.py", "depth_attention.py"),
     *("depth_backends.py", "depth_forward.py", "depth_pipeline.py", "depth_probe.py", "depth_queries.py"),
-    *("depth_reads.py", "depth_stream.py", "generation_attnres.py", "modeling_attnres.py", "saving_attnres.py"),
+    *("depth_reads.py", "depth_stream.py", "generation_attnres.py", "library_lookups.py", "modeling_attnres.py"),
+    "saving_attnres.py",
 )
 
 

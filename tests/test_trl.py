@@ -1,11 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """TRL's trainers on AttnRes models, by path and by object: the first step is that of the base, and queries train."""
 
+import json
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from datasets import Dataset
-from peft import PeftModel
-from tiny_models import convert, tiny_base_model
+from peft import LoraConfig, PeftModel
+from tiny_models import WITHOUT_PACKAGE, convert, tiny_base_model
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 from trl import (
     DPOConfig,
@@ -19,6 +24,7 @@ from trl import (
 )
 
 from attnres.demo import train_tokenizer
+from attnres.saving_attnres import REMOTE_CODE_AUTO_MAP
 from attnres.training import lora_config, queries_config
 
 
@@ -153,3 +159,73 @@ def test_first_step_is_that_of_the_base(kind, given, adapter, arguments, folder,
     names += [name for name, _ in model.named_parameters() if name.endswith("modules_to_save.default.query")]
     moved = model.get_parameter(names[-1])
     assert torch.isfinite(moved).all() and moved.abs().max() > 1e-3
+
+
+@pytest.mark.slow
+def test_adapters_of_experts(folder, tmp_path):
+    """Named as single experts: trained by TRL as on the base, and loaded on either."""
+    vocab_size = AutoModelForCausalLM.from_pretrained(folder / "base").config.vocab_size
+    base_model = tiny_base_model("mixtral", vocab_size=vocab_size, num_hidden_layers=2)
+    trainers, logits, input_ids = {}, {}, torch.tensor([[3, 4, 5, 6, 7]])
+    for name, model in (("base", base_model), ("attnres", convert(base_model, 3))):
+        model.save_pretrained(tmp_path / name)
+        for file in ("tokenizer.json", "tokenizer_config.json"):
+            (tmp_path / name / file).write_bytes((folder / "base" / file).read_bytes())
+        config = LoraConfig(task_type="CAUSAL_LM", r=2, target_modules=["w1", "w2", "w3"])
+        trainers[name] = train("sft", str(tmp_path / name), tmp_path / "out", config, max_steps=2)
+        trainers[name].model.save_pretrained(tmp_path / f"of-{name}")
+    for name, other in (("base", "attnres"), ("attnres", "attnres")):
+        model = AutoModelForCausalLM.from_pretrained(tmp_path / name)
+        with torch.no_grad():
+            before = model(input_ids).logits
+            loaded = PeftModel.from_pretrained(model, tmp_path / f"of-{other}").eval()
+            logits[name] = loaded(input_ids).logits
+        assert (logits[name] - before).abs().max() > 1e-3, "the adapter does nothing"
+    torch.testing.assert_close(logits["base"], logits["attnres"], rtol=0, atol=5e-5)
+    expected, actual = (trainer.state.log_history[0]["loss"] for trainer in trainers.values())
+    assert actual == pytest.approx(expected, rel=1e-4)
+
+
+LOAD_WITHOUT_PACKAGE = """
+import torch
+from peft import AutoPeftModelForCausalLM
+model = AutoPeftModelForCausalLM.from_pretrained(sys.argv[1], trust_remote_code=True).eval()
+with torch.no_grad():
+    torch.save(model(torch.tensor([[3, 4, 5, 6, 7]])).logits, sys.argv[2])
+assert "attnres" not in sys.modules
+"""
+
+
+@pytest.mark.slow
+def test_command_line_of_trl_on_a_checkpoint_with_its_code(folder, tmp_path):
+    """Where the package is not installed: its modules to adapt are the base's, and the adapter loads there."""
+    model = AutoModelForCausalLM.from_pretrained(folder / "attnres")
+    model.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+    model.save_pretrained(tmp_path / "self-contained")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / "self-contained" / name).write_bytes((folder / "attnres" / name).read_bytes())
+    (tmp_path / "rows").mkdir()
+    (tmp_path / "rows/train.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in SUMS[:8]))
+    (tmp_path / "hide").mkdir()
+    (tmp_path / "hide/sitecustomize.py").write_text(WITHOUT_PACKAGE)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path / "hide"), "HF_MODULES_CACHE": str(tmp_path / "modules")}
+
+    def run(*command):
+        result = subprocess.run(
+            [sys.executable, *command], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=900
+        )
+        assert result.returncode == 0, result.stderr
+
+    options = (
+        "--max_steps 1 --per_device_train_batch_size 4 --learning_rate 0.1 --use_cpu --bf16 False --report_to none"
+    )
+    run(
+        *("-m", "trl.cli.main", "sft", "--model_name_or_path", "self-contained", "--trust_remote_code", "--use_peft"),
+        *("--dataset_name", "rows", "--output_dir", "adapter", *options.split()),
+    )
+    adapter = json.loads((tmp_path / "adapter/adapter_config.json").read_text())
+    assert set(adapter["target_modules"]) == {"q_proj", "v_proj"}
+    run("-c", "import sys" + LOAD_WITHOUT_PACKAGE, "adapter", "logits.pt")
+    loaded = PeftModel.from_pretrained(model, tmp_path / "adapter").eval()
+    with torch.no_grad():
+        assert torch.equal(loaded(torch.tensor([[3, 4, 5, 6, 7]])).logits, torch.load(tmp_path / "logits.pt"))
