@@ -368,7 +368,7 @@ def main(path: str, *model_types: str):
         raise SystemExit(f"Types that nobody has looked at: {', '.join(unknown)}")
     file = Path(path)
     results = json.loads(file.read_text()) if file.exists() else {}
-    for model_type in model_types or DECODERS:
+    for model_type in model_types or [name for name in DECODERS if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]:
         if model_type in results and not model_types:
             continue
         torch.manual_seed(0)
