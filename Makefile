@@ -9,7 +9,9 @@
 # make test-serving   vLLM's answers with AttnRes models, on a CPU, in an environment of its own (3.5 GB, Python 3.11 or later)
 # make lint   ruff, transformers' modelling rules and mypy
 # make docs   the pages as a site, in site/
-# make test-5.19   what has to hold on transformers 5.19 as well, in an environment of its own; so for 5.16, the oldest
+# make test-5.19   what has to hold on transformers 5.19 as well, in an environment of its own; so for 5.16, the oldest, and
+#   5.24, the newest
+# make test-newest   `make test` on the newest transformers, PEFT and TRL of the registry, also beyond what pyproject.toml allows
 # make build   the source distribution and the wheel, in dist/
 # Each sets up .venv first if it is missing or older than what it is made from.
 
@@ -33,13 +35,15 @@ STUDIES := study.py read_study.py weights_study.py retrofit_study.py recipe_stud
 # As transformers' own tests are run, and without the settings of ours
 SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVERSION=true OMP_NUM_THREADS=1 \
 	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE) READ="$(READ)"
+VERSION_TESTS := $(addprefix tests/test_,conversion.py families.py generation.py interchange.py loading.py \
+	multimodal.py readme.py)
 # What transformers 5.16 does not have, or cannot do with the base itself
 LEFT_OUT-5.16 := -k "not kimi_linear and not test_bases_do_not_touch_each_other and not assistant_early_exit \
 	and not continuous_batching"
 SUITE_OPTIONS := -q -n 2 -o addopts= -p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning --timeout 900 -rfE
 
-.PHONY: demo real studies-report test test-all test-transformers test-transformers-mixins test-5.16 test-5.19 test-serving \
-	lint docs build clean
+.PHONY: demo real studies-report test test-all test-transformers test-transformers-mixins test-5.16 test-5.19 test-5.24 \
+	test-newest test-serving lint docs build clean
 
 demo: $(VENV)/installed
 	$(BIN)/attnres demo
@@ -69,10 +73,17 @@ test-transformers-mixins: $(VENV)/installed-suite $(VENV)/transformers
 	TRANSFORMERS="$(abspath $(VENV)/transformers)" $(SUITE) \
 		$(BIN)/python -m pytest $(SUITE_OPTIONS) tests/transformers_suite/suite.py
 
-test-5.16 test-5.19: test-%: $(VENV)-%/installed
-	$(VENV)-$*/bin/python -m pytest -n 2 -p no:cacheprovider tests/test_conversion.py \
-		tests/test_families.py tests/test_generation.py tests/test_interchange.py tests/test_loading.py \
-		tests/test_multimodal.py tests/test_readme.py $(LEFT_OUT-$*)
+test-5.16 test-5.19 test-5.24: test-%: $(VENV)-%/installed
+	$(VENV)-$*/bin/python -m pytest -n 2 -p no:cacheprovider $(VERSION_TESTS) $(LEFT_OUT-$*)
+
+# Always a new environment, because the registry changes
+test-newest:
+	rm -rf $(VENV)-newest
+	$(PYTHON) -m venv $(VENV)-newest
+	$(VENV)-newest/bin/python -m pip install $(PIP_OPTIONS) --editable ".[dev]"
+	$(VENV)-newest/bin/python -m pip install $(PIP_OPTIONS) --upgrade transformers peft trl
+	$(VENV)-newest/bin/python -m attnres env
+	$(VENV)-newest/bin/python -m pytest -n 2 -p no:cacheprovider
 
 # A dense model, and one with experts in two pipeline stages
 test-serving: $(VENV)-vllm/installed
@@ -148,4 +159,4 @@ $(VENV)-vllm/installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-5.16 $(VENV)-5.19 $(VENV)-vllm attnres-demo attnres-real build dist site *.egg-info
+	rm -rf $(VENV) $(VENV)-5.16 $(VENV)-5.19 $(VENV)-5.24 $(VENV)-newest $(VENV)-vllm attnres-demo attnres-real build dist site *.egg-info

@@ -5,6 +5,7 @@ The commands themselves are in `cli_convert.py`, in `cli_measure.py` and below; 
 """
 
 import enum
+import importlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -43,17 +44,17 @@ OPTIONAL_MODULES = {
     "uvicorn": "serving",
     "vllm": "vllm",
 }
-# What results depend on
-ENVIRONMENT = (
-    "transformers",
-    "torch",
-    "triton",
-    "flash-linear-attention",
-    "accelerate",
-    "peft",
-    "datasets",
-    "lm-eval",
-)
+# What results depend on, and what shows whether it can be imported: transformers itself imports little
+ENVIRONMENT = {
+    "transformers": "transformers.modeling_utils",
+    "torch": "torch",
+    "triton": "triton",
+    "flash-linear-attention": "fla",
+    "accelerate": "accelerate",
+    "peft": "peft",
+    "datasets": "datasets",
+    "lm-eval": "lm_eval",
+}
 
 
 class InterruptedRun(SystemExit):
@@ -135,37 +136,54 @@ def families(
         console.print(summary, highlight=False)
 
 
-def env(as_json: Annotated[bool, json_option("attnres, python, platform, packages, reads")] = False):
-    """Show versions, devices, and which code computes reads over depth on them and why."""
+def env(as_json: Annotated[bool, json_option("attnres, python, platform, packages, errors, reads")] = False):
+    """Show versions, what cannot be imported, devices, and which code computes reads over depth on them and why."""
     import platform
-    from importlib import metadata
 
     from . import __version__
-    from .depth_backends import describe
 
-    packages: dict[str, str | None] = {}
-    for package in ENVIRONMENT:
-        try:
-            packages[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            packages[package] = None
     with only_json_on_stdout(as_json):
-        found = {
-            "attnres": __version__,
-            "python": platform.python_version(),
-            "platform": platform.platform(),
-            "packages": packages,
-            "reads": describe(),
+        found = {"attnres": __version__, "python": platform.python_version(), "platform": platform.platform()}
+        found["packages"] = packages = {package: _installed_version(package) for package in ENVIRONMENT}
+        found["errors"] = errors = {
+            package: error
+            for package, module in ENVIRONMENT.items()
+            if packages[package] is not None and (error := _import_error(module))
         }
+        error = _import_error(f"{__package__}.depth_backends")
+        found["reads"] = None
+        if error is None:
+            from .depth_backends import describe
+
+            found["reads"] = describe()
     if as_json:
         print_json(found)
         return
     print(f"attnres {__version__}, Python {found['python']}, {found['platform']}")
     for package, version in packages.items():
-        print(f"{package} {version or 'not installed'}")
+        row = f"{package} {version or 'not installed'}"
+        print(f"{row}, cannot be imported: {errors[package]}" if package in errors else row)
     print("Reads over depth (ATTNRES_BACKEND chooses another way)")
-    for line in found["reads"]:
+    for line in [f"not known: {error}"] if found["reads"] is None else found["reads"]:
         print(f"  {line}")
+
+
+def _installed_version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _import_error(module: str) -> str | None:
+    """Why a module cannot be imported, in one line; `None` if it can."""
+    try:
+        importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # anything can be raised where packages do not fit each other
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return None
 
 
 def finetune(

@@ -69,7 +69,7 @@ class AttnResConfig(PreTrainedConfig):
     ```"""
 
     model_type = "attnres"
-    keys_to_ignore_at_inference = ["past_key_values"]
+    keys_to_ignore_at_inference = ["past_key_values", "cache"]  # the latter since transformers 5.24
     # Engines that follow such a plan send one tensor, and AttnRes needs the closed blocks too. transformers' `pp_size`
     # does without a plan, see `carry_streams`
     base_model_pp_plan = None

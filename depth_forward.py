@@ -8,6 +8,7 @@ from dataclasses import make_dataclass
 from typing import Any
 
 import torch
+from transformers import Cache
 from transformers.utils import ModelOutput
 
 from .depth_stream import DepthRecorder, DepthStream
@@ -17,6 +18,15 @@ from .depth_stream import DepthRecorder, DepthStream
 # on: `value` is `(model, recorder, stream)`. On the way back, `stream_behind` is what left the last layer of a slice.
 # Not a context variable, because compilers do not support them
 HANDED = threading.local()
+
+
+def kv_cache_among(args: tuple, kwargs: dict) -> Cache | None:
+    """The KV cache among the arguments of a model or a layer, `None` if there is none.
+
+    By its class: transformers has called it `past_key_values`, `cache_params`, `layer_past` and, since 5.24, `cache`,
+    and some bases pass it to their layers without a name.
+    """
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
 
 
 @functools.cache

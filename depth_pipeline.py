@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 from typing import TYPE_CHECKING
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from .configuration_attnres import AttnResConfig
-from .depth_forward import HANDED
+from .depth_forward import HANDED, kv_cache_among
 from .depth_probe import Probe, decoder_layers, probe_slices
 from .depth_stream import DepthStream
 
@@ -87,11 +88,12 @@ def check_cache(model: nn.Module, args: tuple, kwargs: dict):
     Decoders make masks and positions from the number of tokens in the cache of layer 0. Where another stage has that
     layer, it is always 0.
     """
-    cache, mask = kwargs.get("past_key_values"), kwargs.get("attention_mask")
-    if cache is None:
-        return
-    inputs = args[0] if args else kwargs.get("input_ids")
-    num_tokens = (kwargs["inputs_embeds"] if inputs is None else inputs).shape[1]
+    named = {**dict(zip(inspect.signature(model.forward).parameters, args)), **kwargs}
+    cache, mask = kv_cache_among(args, kwargs), named.get("attention_mask")
+    if cache is None or (cache.layers and not any(hasattr(layer, "keys") for layer in cache.layers)):
+        return  # none, or states alone, which no masks or positions are made from
+    inputs = named.get("input_ids")
+    num_tokens = (named["inputs_embeds"] if inputs is None else inputs).shape[1]
     is_filled = any(getattr(layer, "keys", None) is not None for layer in cache.layers)
     if cache.is_compileable:
         reason = "a static cache"
@@ -99,7 +101,7 @@ def check_cache(model: nn.Module, args: tuple, kwargs: dict):
         reason = "a cache with padding, or with a mask of your own"
     elif is_filled and num_tokens > 1:
         reason = f"a filled cache with {num_tokens} tokens at once"
-    elif is_filled and kwargs.get("position_ids") is None:
+    elif is_filled and named.get("position_ids") is None:
         reason = "a filled cache without `position_ids`"
     else:
         return

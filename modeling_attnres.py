@@ -32,7 +32,7 @@ from .base_classes import BaseConversions, DepthReader, class_by_name, new_of_bo
 from .base_config import base_config_class
 from .configuration_attnres import AttnResConfig
 from .depth_backends import uses_definition
-from .depth_forward import HANDED, with_depth_attentions
+from .depth_forward import HANDED, kv_cache_among, with_depth_attentions
 from .depth_pipeline import AttnResSliceMixin, carry_streams, rules_of_stage
 from .depth_probe import decoder_layers
 from .depth_queries import AttnResDepthQueries, fold_queries
@@ -202,7 +202,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
             if handed_on is not None:
                 stream = handed_on
             elif entry_site == 0:
-                stream = self.start_stream((stream,), recorder=recorder, kv_cache=kwargs.get("past_key_values"))
+                stream = self.start_stream((stream,), recorder=recorder, kv_cache=kv_cache_among(args, kwargs))
         if not isinstance(stream, DepthStream) or stream.site != entry_site:
             raise ValueError(
                 f"A {type(layer).__name__} of base `{self.config.base_model_type}` has to be given the residual stream"

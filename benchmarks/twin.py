@@ -11,6 +11,7 @@ and, for training, what autograd keeps for the backward pass of the decoder.
 import contextlib
 import ctypes
 import dataclasses
+import inspect
 import json
 import platform
 import subprocess
@@ -228,6 +229,9 @@ def work(
             forward(ids, logits_to_keep=1, use_cache=False)
 
         return prefill
+    # Since transformers 5.24 the first one; before, the last one in models of the mamba family
+    names = inspect.signature(model.forward).parameters
+    name = next(name for name in ("cache", "past_key_values", "cache_params") if name in names)
     # As in `generate`: a graph needs a KV cache whose shape stays
     cache = DynamicCache(config=model.config)
     if compiled:
@@ -238,12 +242,12 @@ def work(
         if hasattr(layer, "activate_past_recording"):  # so that what leaves a window comes back
             layer.activate_past_recording()
     with torch.no_grad():
-        model(ids, past_key_values=cache, logits_to_keep=1)
+        model(ids, **{name: cache}, logits_to_keep=1)
 
     @torch.no_grad()
     def decode():
         for _ in range(DECODE_STEPS):
-            forward(ids[:, :1], past_key_values=cache)
+            forward(ids[:, :1], **{name: cache})
         for layer in growing:
             layer.crop(-DECODE_STEPS)
         if compiled:

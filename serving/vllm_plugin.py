@@ -11,7 +11,7 @@ from packaging.version import Version
 
 
 # Of vLLM: what was tried, and the first version that was not
-TRIED = ("0.32", "0.33")
+TRIED = ("0.32", "0.34")
 
 
 def register():

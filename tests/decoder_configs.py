@@ -75,6 +75,7 @@ AS_DECODER = {"is_decoder": True}
 DECODERS = {
     "afmoe": {**SLIDING, "num_dense_layers": 1},
     "apertus": {},
+    "apertus1p5_text": {},
     "arcee": {},
     "aria_text": {"moe_num_experts": 4, "moe_topk": 2},
     "axk1": {**GROUPED, **ALL_HEADS, **DENSE_THEN_SPARSE},
@@ -159,6 +160,7 @@ DECODERS = {
     },
     "diffllama": {},
     "doge": {},
+    "dory": {**SLIDING, "n_input_layers": 1, "n_output_layers": 1},
     "dots1": {**GROUPED, "n_shared_experts": 1, "first_k_dense_replace": 1, **SLIDING},
     "dots3_note_text": {
         **GROUPED,
@@ -173,6 +175,7 @@ DECODERS = {
     "ernie": AS_DECODER,
     "ernie4_5": {},
     "ernie4_5_moe": {"moe_k": 2, "moe_num_experts": 4, "moe_layer_start_index": 1},
+    "exaone": {},
     "exaone4": SLIDING,
     "exaone_moe": {**SLIDING, **DENSE_THEN_SPARSE, "num_experts": 8},
     "falcon": {"multi_query": True},
@@ -262,6 +265,9 @@ DECODERS = {
     "kimi_linear": {**LINEAR, **ALL_HEADS, "linear_head_dim": 8, "linear_num_heads": 4},
     "kolibri1": SLIDING,
     "laguna": {**SLIDING, **DENSE_THEN_SPARSE, "num_attention_heads_per_layer": [4, 2, 4, 2]},
+    "lara_mini": {
+        "layer_types": ["linear_attention", "sliding_attention", "full_attention", "linear_attention"],
+    },
     "lfm2": {"layer_types": ["conv", "full_attention"] * 2},
     "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 2, "num_dense_layers": 1},
     "lfm3": {"layer_types": ["conv", "full_attention", "conv", "sliding_attention"]},
@@ -394,6 +400,8 @@ DECODERS = {
     },
     "roformer": {**AS_DECODER, "embedding_size": 32},
     "rwkv": {"attention_hidden_size": 32},
+    "sarvam_mla": {**GROUPED, **ALL_HEADS, "first_k_dense_replace": 1},
+    "sarvam_moe": {**GROUPED, "first_k_dense_replace": 1},
     "seed_oss": {},
     "smollm3": {"no_rope_layers": [1, 1, 1, 0]},
     "solar_open": {"n_routed_experts": 8, "n_shared_experts": 1},
@@ -470,6 +478,7 @@ NOT_DECODERS = {
     "attnres": "an attention-residual architecture already",
     "attnres_multimodal": "an attention-residual architecture already",
     "inkling2_text": "an attention-residual architecture already",
+    "inkling2_loop_text": "an attention-residual architecture already",
 }
 
 

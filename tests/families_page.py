@@ -4,7 +4,7 @@
     python tests/families_page.py [--survey A.json] [--commands B.json] [--vllm C.json] [--tensor-parallel D.json]
 
 The files are those of `family_survey.py`, `family_commands.py`, `vllm_greedy.py --survey` and
-`family_tensor_parallel.py`. What is not given stays as it was recorded.
+`family_tensor_parallel.py`. What is not given stays as it was recorded, also of types that are not in a file.
 """
 
 import argparse
@@ -94,6 +94,7 @@ FLAGS = {
     "checkpointing": "checkpointing",
     "engines": "attention_backend",
 }
+SECTIONS = ("supported", "refused", "others")
 ERRORS = ("zero_queries", "random_queries", "training_mode", "depth_attentions")
 
 
@@ -227,7 +228,7 @@ def number(value: float | None) -> str:
 
 
 def page(recorded: dict) -> str:
-    supported, refused, others = (recorded[key] for key in ("supported", "refused", "others"))
+    supported, refused, others = (recorded[key] for key in SECTIONS)
     exact = [found for found in supported.values() if found["fp64"]]
     off = [name for name, found in supported.items() if not found["saved"]]
     not_converted = [name for name, found in supported.items() if not found["converted"]]
@@ -251,7 +252,7 @@ def page(recorded: dict) -> str:
 
 def a_line_for_each_type(recorded: dict) -> str:
     sections = [f'"transformers": "{recorded["transformers"]}"']
-    for name in ("supported", "refused", "others"):
+    for name in SECTIONS:
         types = [f"  {json.dumps(key)}: {json.dumps(value)}" for key, value in recorded[name].items()]
         sections.append(f'"{name}": {{\n' + ",\n".join(types) + "\n }")
     return "{\n " + ",\n ".join(sections) + "\n}\n"
@@ -264,10 +265,14 @@ def main():
     given = parser.parse_args()
     recorded = json.loads(RECORD.read_text())
     if given.survey:
-        kept = recorded["supported"]
-        recorded = record(given.survey)
-        for name, found in recorded["supported"].items():
-            found |= {key: kept[name][key] for key in ("commands", "vllm", "tp_training") if key in kept.get(name, {})}
+        surveyed = record(given.survey)
+        recorded["transformers"] = surveyed["transformers"]
+        for name, found in surveyed["supported"].items():
+            before = recorded["supported"].get(name, {})
+            found |= {key: before[key] for key in ("commands", "vllm", "tp_training") if key in before}
+        for section in SECTIONS:  # in which a type may not be where it was
+            kept = {name: found for name, found in recorded[section].items() if name not in given.survey}
+            recorded[section] = dict(sorted({**kept, **surveyed[section]}.items()))
     record_commands(recorded["supported"], given.commands)
     record_vllm(recorded["supported"], given.vllm)
     record_tensor_parallel(recorded["supported"], given.tensor_parallel)

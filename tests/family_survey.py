@@ -18,6 +18,7 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+from unittest import mock
 
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,7 +30,7 @@ from rounding import all_in_fp64
 from transformers import AutoModelForCausalLM
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from attnres import AttnResConfig, AttnResForCausalLM
+from attnres import AttnResConfig, AttnResForCausalLM, BlockCache
 from attnres.conversion import convert, revert
 from attnres.training.config import cannot_pack
 from attnres.training.data import sees_other_documents
@@ -197,10 +198,16 @@ class Survey:
     def measure_kv_cache(self):
         with torch.no_grad():
             outputs = self.model(3)(self.input_ids, use_cache=True)
-        for name in ("past_key_values", "cache_params", "state"):
+        for name in ("cache", "past_key_values", "cache_params", "state"):
             if outputs.get(name) is not None:
                 return type(outputs[name]).__name__
         return None
+
+    def measure_block_caches(self):
+        """How many block caches a generation makes: one, unless its steps do not find that of the step before."""
+        with mock.patch.object(BlockCache, "__init__", autospec=True, side_effect=BlockCache.__init__) as made:
+            self.generated(self.model(3))
+        return made.call_count
 
     def measure_gradients(self):
         """Parameters that have a gradient in the base and none in the AttnRes model; queries without one."""
@@ -361,7 +368,7 @@ def main(path: str, *model_types: str):
         raise SystemExit(f"Types that nobody has looked at: {', '.join(unknown)}")
     file = Path(path)
     results = json.loads(file.read_text()) if file.exists() else {}
-    for model_type in model_types or DECODERS:
+    for model_type in model_types or [name for name in DECODERS if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]:
         if model_type in results and not model_types:
             continue
         torch.manual_seed(0)

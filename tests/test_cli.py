@@ -7,6 +7,7 @@ print meanwhile.
 
 import json
 import math
+import os
 import re
 import shlex
 import subprocess
@@ -109,7 +110,39 @@ def test_colours_and_json_in_a_pipe(tmp_path):
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert are_documented(found, "env") and {"torch", "transformers"} <= found["packages"].keys()
-    assert found["reads"][0].startswith("cpu: ") and "\x1b" not in result.stdout + result.stderr
+    assert (
+        found["errors"] == {} and found["reads"][0].startswith("cpu: ") and "\x1b" not in result.stdout + result.stderr
+    )
+
+
+def run_env_with(tmp_path, *options, **packages):
+    """The output of `attnres env` where these packages are broken: what stands in for them runs this."""
+    for name, statement in packages.items():
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(statement)
+    command = [sys.executable, "-m", "attnres", "env", *options]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0 and "Traceback" not in result.stderr, result.stderr
+    return result.stdout
+
+
+def test_environment_without_transformers_that_can_be_imported(tmp_path):
+    """The very case that the command is for."""
+    error = "tokenizers>=99 is required,\\nbut 0.23 was found"
+    broken = {"transformers": f"raise ImportError('{error}')", "datasets": "import sys; sys.exit('no arrow')"}
+    rows = run_env_with(tmp_path, **broken).splitlines()
+    reason = "cannot be imported: ImportError: tokenizers>=99 is required, but 0.23 was found"
+    assert re.fullmatch(rf"transformers [\w.+]+, {reason}", rows[1])
+    assert re.fullmatch(r"torch [\w.+]+", rows[2])
+    assert any(re.fullmatch(r"datasets [\w.+]+, cannot be imported: SystemExit: no arrow", row) for row in rows)
+    assert rows[-1].startswith("  not known: ImportError: tokenizers>=99")
+
+
+def test_environment_without_torch_that_can_be_imported(tmp_path):
+    found = json.loads(run_env_with(tmp_path, "--json", torch="print('half way'); raise OSError('libcudart.so.99')"))
+    assert are_documented(found, "env") and found["reads"] is None
+    assert found["packages"]["torch"] and found["errors"]["torch"] == "OSError: libcudart.so.99"
 
 
 def test_families(base, run_json, run_attnres, capsys):

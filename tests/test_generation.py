@@ -2,6 +2,7 @@
 """Generation: every mode against plain greedy decoding of the same model, and proof that the two-phase path runs."""
 
 import copy
+import inspect
 import os
 import re
 import sys
@@ -15,12 +16,27 @@ from packaging import version
 from rounding import UpToRounding
 from test_loading import run_python
 from tiny_models import convert, randomize_queries, tiny_base_config, tiny_base_model
-from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, DynamicCache, GenerationConfig, StaticCache
+from transformers import (
+    AutoModelForCausalLM,
+    ContinuousBatchingConfig,
+    DynamicCache,
+    GenerationConfig,
+    LlamaForCausalLM,
+    StaticCache,
+    Trainer,
+    TrainingArguments,
+)
 
 import attnres.depth_attention
-from attnres import BlockCache, DepthRecorder
+from attnres import AttnResConfig, AttnResForCausalLM, BlockCache, DepthRecorder
 
 
+CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+# The names that Llama takes; since 5.24 the last one is kept for those who are used to it
+KV_CACHE_NAMES = [
+    *(["cache"] if "cache" in inspect.signature(LlamaForCausalLM.forward).parameters else []),
+    "past_key_values",
+]
 BEFORE_5_20 = version.parse(transformers.__version__) < version.parse("5.20")
 # transformers offloads a KV cache on a CUDA stream of its own
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
@@ -311,13 +327,35 @@ def test_each_closed_block_is_normalised_once(model, input_ids, monkeypatch):
     assert calls["merge_partial"] == steps * (num_sites - num_blocks)
 
 
-def test_buffers_are_reused_from_step_to_step(model, input_ids):
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gpt_neox", "mamba"])
+def test_steps_of_a_generation_share_their_block_cache(model_type, input_ids, monkeypatch):
+    """Whatever the KV cache is called: in models by version and base, in layers by base, of gpt2 without a name."""
+    base_model = AutoModelForCausalLM.from_config(decoder_config(model_type))
+    model = AttnResForCausalLM(AttnResConfig.from_base_config(base_model.config, block_size=3)).eval()
+    made, start, passes = [], BlockCache.start, []
+    make = BlockCache.__init__
+    monkeypatch.setattr(BlockCache, "__init__", lambda cache: made.append(cache) or make(cache))
+    monkeypatch.setattr(BlockCache, "start", lambda cache, *args: passes.append(cache) or start(cache, *args))
+    expected = generate(model, input_ids)
+    assert expected.shape[1] == input_ids.shape[1] + 8
+    assert len(made) == 1 and passes == made * 8
+
+
+def test_trainer_predicts_logits_and_no_cache(input_ids, tmp_path):
+    model = convert(tiny_base_model("qwen3"), 3)
+    arguments = TrainingArguments(tmp_path, report_to="none", use_cpu=True, use_cache=True)
+    rows = [{"input_ids": row, "labels": row} for row in input_ids]
+    assert Trainer(model, arguments).predict(rows).predictions.shape == (*input_ids.shape, 97)
+
+
+@pytest.mark.parametrize("name", KV_CACHE_NAMES)
+def test_buffers_are_reused_from_step_to_step(name, model, input_ids):
     cache = DynamicCache(config=model.config)
     with torch.no_grad():
-        model(input_ids, past_key_values=cache)
+        model(input_ids, **{name: cache})
         pointers = set()
         for _ in range(4):
-            model(input_ids[:, :1], past_key_values=cache)
+            model(input_ids[:, :1], **{name: cache})
             block_cache = BlockCache.beside(cache)
             pointers.add((block_cache.values.data_ptr(), block_cache.scores.data_ptr(), block_cache.mixes.data_ptr()))
     assert len(pointers) == 1
@@ -377,7 +415,8 @@ def test_pipeline_stages(family, input_ids):
         stages[1](input_ids)
 
 
-def test_caches_of_a_slice(input_ids):
+@pytest.mark.parametrize("name", KV_CACHE_NAMES)
+def test_caches_of_a_slice(name, input_ids):
     """Right as `generate` uses them, and refused where positions or masks would be those of an empty cache."""
     model = randomize_queries(convert(tiny_base_model("llama"), 3)).model
     slices = [copy.deepcopy(model) for _ in range(2)]
@@ -387,7 +426,7 @@ def test_caches_of_a_slice(input_ids):
 
     def run(caches, start, end, **kwargs):
         kwargs |= {"attention_mask": torch.ones(len(input_ids), end)}
-        ids, given = input_ids[:, start:end], [{"past_key_values": cache, **kwargs} for cache in caches]
+        ids, given = input_ids[:, start:end], [{name: cache, **kwargs} for cache in caches]
         stream = slices[0](ids, **given[0]).last_hidden_state
         sent = slices[1].start_stream(stream.blocks, stream.partial, stream.site)
         return slices[1](inputs_embeds=sent, **given[1]).last_hidden_state
@@ -417,7 +456,35 @@ def test_caches_of_a_slice(input_ids):
             stream = slices[0](input_ids).last_hidden_state
             sent = slices[1].start_stream(stream.blocks, stream.partial, stream.site)
             with pytest.raises(ValueError, match=message):
-                slices[1](inputs_embeds=sent, attention_mask=mask, past_key_values=cache)
+                slices[1](inputs_embeds=sent, attention_mask=mask, **{name: cache})
+            with pytest.raises(ValueError, match=message):  # all by their places
+                slices[1](None, mask, None, cache, sent)
+
+
+@pytest.mark.parametrize("model_type", ["mamba", "mamba2"])
+def test_states_of_a_slice(model_type, input_ids):
+    """What is carried from token to token is of each layer by itself, and no mask or position is made from it."""
+    base_model = AutoModelForCausalLM.from_config(decoder_config(model_type))
+    model = AttnResForCausalLM(AttnResConfig.from_base_config(base_model.config, block_size=3)).eval().base_model
+    slices = [copy.deepcopy(model) for _ in range(2)]
+    slices[0].keep_layers(0, 2)
+    slices[1].keep_layers(2, 4)
+    mask = torch.ones_like(input_ids)
+    mask[0, :3] = 0
+
+    def run(model, cache, start, end, **inputs):
+        name = next(name for name in CACHE_NAMES if name in inspect.signature(model.forward).parameters)
+        kwargs = {"attention_mask": mask[:, :end], name: cache}
+        return model(**(inputs or {"input_ids": input_ids[:, start:end]}), **kwargs).last_hidden_state
+
+    length = input_ids.shape[1]
+    whole, *parts = (DynamicCache(config=model.config) for _ in range(3))
+    with torch.no_grad():
+        for start, end in ((0, length - 1), (length - 1, length)):
+            expected = run(model, whole, start, end)
+            stream = run(slices[0], parts[0], start, end)
+            sent = slices[1].start_stream(stream.blocks, stream.partial, stream.site)
+            assert run(slices[1], parts[1], start, end, inputs_embeds=sent).equal(expected)
 
 
 def test_parts_that_do_not_fit_the_site(input_ids):
