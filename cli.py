@@ -205,14 +205,14 @@ def _say_interrupted(again: str) -> NoReturn:
 
 
 def _overrides(fields: list[str] | None) -> dict[str, Any]:
-    import yaml
+    from .untrusted import parse_yaml
 
     overrides = {}
     for field in fields or []:
         name, equals, value = field.partition("=")
         if not equals:
             raise typer.BadParameter(f"`{field}` is not of the form field=value.")
-        overrides[name] = yaml.safe_load(value)
+        overrides[name] = parse_yaml(value, f"`{field}`")
     return overrides
 
 

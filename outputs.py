@@ -25,6 +25,11 @@ def write_file(path: Path, content: str | bytes):
         unfinished.unlink(missing_ok=True)
 
 
+def as_label(name: str) -> str:
+    """A name as matplotlib shows it: between two dollars it would look for a formula."""
+    return name.replace("$", r"\$")
+
+
 def finish_axis(axis: "Axes"):
     """No frame on the right and above, and a light grid, as our figures have it."""
     axis.spines[["top", "right"]].set_visible(False)

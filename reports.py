@@ -2,6 +2,10 @@
 """What a conversion and its verification leave to be read, as objects, JSON and Markdown."""
 
 from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from .untrusted import read_json
 
 
 @dataclass(frozen=True)
@@ -137,3 +141,23 @@ class ConversionReport:
         lines.append("Not done." if self.verification is None else self.verification.to_markdown())
         versions = ", ".join(f"{name} {version}" for name, version in self.versions.items())
         return "\n".join([*lines, "", f"{versions}."]) + "\n"
+
+
+def read_report(path: Path) -> tuple[dict[str, Any], VerificationReport | None]:
+    """A conversion's report from its JSON file, and its verification if it was verified.
+
+    Raises:
+        ValueError: if it is damaged.
+    """
+    values = read_json(path)
+    try:
+        of_verification = values["verification"]
+        texts = [values[name] for name in ("operation", "source")] + list(values["versions"].values())
+        verification = None if of_verification is None else VerificationReport.from_dict(of_verification)
+        if verification is not None:
+            verification.to_markdown()  # which needs most of it
+        if not all(isinstance(text, str) for text in texts):
+            raise ValueError
+    except (ValueError, KeyError, TypeError, AttributeError, IndexError):
+        raise ValueError(f"`{path}` is damaged: remove it, and the card does without.") from None
+    return values, verification

@@ -2,7 +2,6 @@
 """Where a checkpoint comes from: a folder, or a repository on the Hub through its cache; and its config as it is."""
 
 import contextlib
-import json
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -18,9 +17,13 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import get_session
 
+from .untrusted import read_json
+
 
 # Configuration classes make a name for each, in memory
 MAX_LABELS = 1_000_000
+# Nor are there models with so many layers, of which configuration classes make lists
+MAX_LAYERS = 10_000
 # Of the first request to the Hub, after which it is taken to be out of reach: the client itself tries six times
 HUB_TIMEOUT = 5
 # That of httpx or httpx2, whichever huggingface_hub stands on
@@ -62,7 +65,19 @@ def read_config_dict(source: str | Path, revision: str | None = None) -> dict:
     num_labels = config_dict.get("num_labels")
     if isinstance(num_labels, int | float) and not num_labels <= MAX_LABELS:
         raise ValueError(f"`num_labels={num_labels}` in `{path}` must be at most {MAX_LABELS:,}.")
+    _check_layers(config_dict, path)
     return config_dict
+
+
+def _check_layers(config_dict: dict, path: Path):
+    """Raise a `ValueError` for a number of layers that would fill the memory, in the config or in one within."""
+    for name, value in config_dict.items():
+        if isinstance(value, dict):
+            _check_layers(value, path)
+        elif not isinstance(value, int | float) or "size" in name:
+            continue
+        elif ("layer" in name or name == "num_blocks") and abs(value) > MAX_LAYERS:
+            raise ValueError(f"`{name}={value}` in `{path}` must be at most {MAX_LAYERS:,}.")
 
 
 def hub_commit(source: str | Path, revision: str | None = None, file: str = "config.json") -> str | None:
@@ -129,13 +144,3 @@ def hub_errors_explained(source: str | Path, revision: str | None) -> Iterator[N
     else:
         return
     raise OSError(f"{message}.") from None
-
-
-def read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"`{path}` is not JSON: {error}.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"`{path}` holds no JSON object.")
-    return content

@@ -27,7 +27,7 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from ..outputs import COLOURS, write_figure, write_file
+from ..outputs import COLOURS, as_label, write_figure, write_file
 from .benchmarks import Benchmark
 from .models import EvalModel, EvalOptions
 from .saved import Finished, ModelResults, output_folder, set_aside
@@ -191,7 +191,7 @@ def forest_plot(results: dict[str, Any], output: Path) -> list[Path]:
             axes.plot([low, high], [y + shift] * 2, color=colour, linewidth=1.8, solid_capstyle="butt")
             filled = colour if comparison["p_holm"] < 0.05 else "white"
             axes.plot(difference, y + shift, "o", color=colour, markerfacecolor=filled, markersize=6)
-        axes.plot([], [], "o-", color=COLOURS[i % len(COLOURS)], linewidth=1.8, label=name)
+        axes.plot([], [], "o-", color=COLOURS[i % len(COLOURS)], linewidth=1.8, label=as_label(name))
     papers = [(y, row["benchmark"]["paper"]) for y, row in enumerate(rows) if row["benchmark"]["paper"]]
     if papers:
         ys, differences = zip(*((y, after - before) for y, (before, after) in papers))
@@ -199,9 +199,11 @@ def forest_plot(results: dict[str, Any], output: Path) -> list[Path]:
     axes.axvline(0, color="#999999", linewidth=1)
     low, high = axes.get_xlim()
     axes.set_xlim(min(low, -1), max(high, 1))  # differences of rounding shall look like none
-    axes.set_yticks(range(len(rows)), [f"{row['benchmark']['name']} (n={row['num_documents']})" for row in rows])
+    axes.set_yticks(
+        range(len(rows)), [as_label(f"{row['benchmark']['name']} (n={row['num_documents']})") for row in rows]
+    )
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel(f"difference to {names[0]} in percentage points, 95 % interval")
+    axes.set_xlabel(f"difference to {as_label(names[0])} in percentage points, 95 % interval")
     figure.legend(loc="outside lower center", ncols=3, frameon=False, title="filled: p < 0.05 after Holm's correction")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)

@@ -15,7 +15,7 @@ from matplotlib.colors import Colormap, Normalize, PowerNorm, SymLogNorm  # noqa
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator  # noqa: E402
 
-from ..outputs import write_figure  # noqa: E402
+from ..outputs import as_label, write_figure  # noqa: E402
 from .measure import DepthStatistics  # noqa: E402
 
 
@@ -99,7 +99,7 @@ def _heat_maps(panels: list[tuple[str, DepthStatistics, np.ndarray, str | Colorm
 
 
 def _label_heat_map(axis: Axes, statistics: DepthStatistics, title: str):
-    axis.set_title(title, fontsize=10)
+    axis.set_title(as_label(title), fontsize=10)
     axis.set_xlabel(f"source: E embedding, then {'blocks' if statistics.block_size > 1 else 'sublayers'}")
     alternating = all(site.kind in (("attention", "mlp")[site.site % 2], "final") for site in statistics.sites)
     axis.set_ylabel("site (even: attention, odd: MLP)" if alternating else "site")
@@ -135,7 +135,7 @@ def profiles(statistics: list[DepthStatistics]) -> Figure:
             _line(row[2], sites, "stream_rms", "PreNorm stream", "black", linestyle="--")
         if has_gradients and sites[0].base_gradient_rms is not None:
             _line(row[3], sites[:-1], "base_gradient_rms", "PreNorm base", "black", linestyle="--")
-        row[0].set(title="entropy / its maximum", ylim=(0, 1.05), ylabel=of_model.model)
+        row[0].set(title="entropy / its maximum", ylim=(0, 1.05), ylabel=as_label(of_model.model))
         row[1].set(title="weight of a source", ylim=(0, 1.05))
         row[2].set(title="hidden states, RMS", yscale="log")
         if has_gradients:

@@ -5,7 +5,6 @@
 """
 
 import hashlib
-import json
 import shutil
 from importlib import resources
 from pathlib import Path
@@ -15,7 +14,6 @@ import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.repocard_data import eval_results_to_model_index
-from yaml import YAMLError
 
 from .. import __version__
 from ..checkpoint import ZERO_AT_FIRST, open_checkpoint
@@ -23,7 +21,8 @@ from ..configuration_attnres import AttnResConfig
 from ..depth_reads import Read
 from ..fingerprint import checkpoint_fingerprint
 from ..outputs import write_file
-from ..reports import VerificationReport
+from ..reports import read_report
+from ..untrusted import in_one_line, read_bytes, read_json, read_text
 
 
 if TYPE_CHECKING:
@@ -99,7 +98,9 @@ def render_model_card(
         "pipeline_tag": PIPELINE_TAGS[(config.architectures or ["AttnResForCausalLM"])[0]],
         **(metadata or {}),
     }
-    metadata["tags"] = list(dict.fromkeys([*(metadata.get("tags") or []), "attnres", "attention-residuals"]))
+    tags = metadata.get("tags") or []
+    tags = [tags] if isinstance(tags, str) else tags
+    metadata["tags"] = list(dict.fromkeys([*tags, "attnres", "attention-residuals"]))
     num_sublayers, size = config.num_sites - 1, config.attn_res_block_size
     counts = config.sublayers_per_layer()
     kinds = "".join("AM" if count == 2 else "S" * count for count in counts)
@@ -225,8 +226,7 @@ def model_card(
     metadata = {**metadata, **(base_metadata or {}), **code_metadata()}
     if checkpoint.is_multimodal:
         metadata["pipeline_tag"] = PIPELINE_TAGS["AttnResForConditionalGeneration"]
-    report = json.loads(report_path.read_text(encoding="utf-8")) if report_path.exists() else None
-    verification = None if report is None else report["verification"]
+    report, verification = read_report(report_path) if report_path.exists() else (None, None)
     title = title or (repo_id or folder.absolute().name).split("/")[-1]
     return render_model_card(
         checkpoint.text_config,
@@ -235,8 +235,8 @@ def model_card(
         repo_id=repo_id or title,
         metadata=metadata,
         report=report,
-        parity=None if verification is None else VerificationReport.from_dict(verification).to_markdown(),
-        evaluation=table.read_text(encoding="utf-8") if table.exists() else None,
+        parity=None if verification is None else verification.to_markdown(),
+        evaluation=read_text(table) if table.exists() else None,
         figures=sorted(
             path.relative_to(folder) for part in ("depth", "figures") for path in folder.glob(f"{part}/*.png")
         ),
@@ -259,7 +259,7 @@ def _inspection(folder: Path) -> dict[str, Any] | None:
     if not path.exists():
         return None
     try:
-        results = json.loads(path.read_bytes())
+        results = read_json(path)
         models = [
             {"name": model["model"], "state": model.get("fingerprint") or model.get("commit")}
             for model in results["models"]
@@ -279,14 +279,18 @@ def read_metadata(card: Path) -> dict[str, Any]:
     """
     if not card.exists():
         return {}
+    read_bytes(card)  # which says what is wrong with a file that is none
     try:
         metadata = metadata_load(card) or {}
-    except (UnicodeDecodeError, YAMLError, ValueError) as error:
-        raise ValueError(
-            f"`{card}` cannot be read, mend or remove it: {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from None
-    if not isinstance(metadata, dict):
-        raise ValueError(f"`{card}` cannot be read, mend or remove it: its metadata is no mapping of names.")
+        if not isinstance(metadata, dict) or not all(isinstance(name, str) for name in metadata):
+            raise ValueError("its metadata is no mapping of names")
+        for name in ("tags", "base_model", "language"):
+            value = metadata.get(name) or []
+            if not all(isinstance(item, str) for item in (value if isinstance(value, list) else [value])):
+                raise ValueError(f"`{name}: {value!r:.60}` in its metadata is no text and no list of texts")
+        ModelCardData(**metadata)
+    except Exception as error:  # of many kinds, of what is in it
+        raise ValueError(f"`{card}` cannot be read, mend or remove it: {in_one_line(error)}") from None
     return metadata
 
 

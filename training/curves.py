@@ -14,7 +14,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
-from ..outputs import COLOURS, write_figure
+from ..outputs import COLOURS, as_label, write_figure
 
 
 def curve(history: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:
@@ -41,7 +41,7 @@ def draw_curves(histories: dict[str, list[dict[str, Any]]], title: str) -> Figur
     figure, axes = plt.subplots(1, columns, figsize=(4.5 * columns, 3.8), squeeze=False, layout="constrained")
     for (name, history), colour in zip(histories.items(), cycle(COLOURS)):
         draw(axes[0, 0], *curve(history, "loss"), color=colour, alpha=0.4, linewidth=1)
-        draw(axes[0, 0], *curve(history, "eval_loss"), color=colour, marker="o", markersize=3, label=name)
+        draw(axes[0, 0], *curve(history, "eval_loss"), color=colour, marker="o", markersize=3, label=as_label(name))
         if has_depth:
             draw(axes[0, 1], *curve(history, "depth_entropy"), color=colour)
     axes[0, 0].set(xlabel="step", ylabel="loss", title="held out (dots) and in training (pale)")
@@ -56,7 +56,7 @@ def draw_curves(histories: dict[str, list[dict[str, Any]]], title: str) -> Figur
         axis.grid(alpha=0.25)
     if len(histories) > 1:
         figure.legend(loc="outside lower center", ncols=4, frameon=False)
-    figure.suptitle(title)
+    figure.suptitle(as_label(title))
     return figure
 
 

@@ -14,12 +14,9 @@ from typing import Any
 import torch
 import yaml
 from datasets import Dataset
-from huggingface_hub.repocard import metadata_load
 from peft import get_peft_model, prepare_model_for_kbit_training
 from rich.text import Text
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     DataCollatorForSeq2Seq,
     EarlyStoppingCallback,
@@ -28,8 +25,9 @@ from transformers import (
     set_seed,
 )
 
+from ..checkpoint import load_language_model, load_tokenizer
 from ..inspection.callback import DepthMapCallback
-from ..model_cards import inherited_metadata, write_adapter_card, write_model_card
+from ..model_cards import inherited_metadata, read_metadata, write_adapter_card, write_model_card
 from ..outputs import write_file
 from ..rows import IGNORED_LABEL, kind_of_rows, load_rows
 from . import data
@@ -169,7 +167,7 @@ def prepare(config: dict[str, Any], may_pack: bool = True) -> Run:
     check_run(arguments, training, model_config)
     check_output(Path(arguments.output_dir), config, "finetune.yaml")
     checkpoint_to_resume(training)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.revision)
+    tokenizer = load_tokenizer(arguments.model, arguments.revision)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     reason = cannot_pack(model_config)
@@ -314,7 +312,7 @@ def load_model(run: Run) -> torch.nn.Module:
         kwargs["distributed_config"] = DistributedConfig(fsdp_size=arguments.fsdp_size)
     if arguments.load_in_4bit:
         kwargs |= {"quantization_config": four_bits(), "device_map": {"": str(training.device)}}
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, revision=arguments.revision, **kwargs)
+    model = load_language_model(arguments.model, follow_links=False, revision=arguments.revision or "main", **kwargs)
     if arguments.load_in_4bit:
         # Gradient checkpointing is the Trainer's, if it is asked for
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -398,7 +396,7 @@ def write_card(trainer: AttnResTrainer, run: Run, folder: Path):
     base_folder = Path(arguments.model)
     base_model = None if base_folder.is_dir() else arguments.model
     if base_model is None and (base_folder / "README.md").exists():
-        base_model = (metadata_load(base_folder / "README.md") or {}).get("base_model")
+        base_model = read_metadata(base_folder / "README.md").get("base_model")
     training = {
         "base": base_folder.name if base_folder.is_dir() else arguments.model,
         "has_queries": run.model_config.model_type == "attnres",

@@ -21,7 +21,6 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     __version__,
@@ -31,12 +30,14 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.trainer_utils import align_special_tokens
 
 from ..base_config import check_known
+from ..checkpoint import load_config, load_language_model, load_tokenizer
 from ..configuration_attnres import AttnResConfig
 from ..conversion.files import atomic_folder
 from ..inspection.callback import DepthMapCallback
 from ..model_cards import write_model_card
 from ..outputs import write_file
 from ..rows import load_rows
+from ..untrusted import check_folder
 from . import data, stages
 from .config import (
     cannot_pack,
@@ -166,7 +167,9 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
         stages.check_run(arguments, training, model_config, config)
     else:
         checkpoint_to_resume(training)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model or arguments.model_config)
+    if arguments.tokenizer is not None and Path(arguments.tokenizer).expanduser().is_dir():
+        check_folder(arguments.tokenizer, follow_links=False)
+    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model or arguments.model_config)
     if len(tokenizer) > model_config.vocab_size:
         raise ValueError(
             f"The tokenizer has {len(tokenizer)} tokens, and the model a `vocab_size` of {model_config.vocab_size}."
@@ -220,7 +223,9 @@ def read_model_config(arguments: PretrainArguments) -> PreTrainedConfig:
     if isinstance(source, str):
         if source.startswith((".", "/", "~")) and not Path(source).expanduser().is_dir():
             raise ValueError(f"There is no folder `{source}`.")
-        config = AutoConfig.from_pretrained(source)
+        if Path(source).expanduser().is_dir():
+            check_folder(source, follow_links=False)
+        config = load_config(source)
     else:
         config = config_of_fields(dict(source or {}))
     if "text_config" in type(config).sub_configs:
@@ -307,7 +312,7 @@ def make_model(run: PretrainRun) -> torch.nn.Module:
     """The model to go on with, or one with the initial values of its config; the same in every process."""
     set_seed(run.training.seed)
     if run.arguments.model is not None:
-        model = AutoModelForCausalLM.from_pretrained(run.arguments.model, dtype="float32")
+        model = load_language_model(run.arguments.model, follow_links=False, dtype="float32")
     else:
         model = AutoModelForCausalLM.from_config(run.model_config, dtype=torch.float32)
     align_special_tokens(model, run.tokenizer)  # as the Trainer does

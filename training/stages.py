@@ -20,9 +20,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, get_scheduler
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer, get_scheduler
 
 from .. import families
+from ..checkpoint import load_language_model
 from ..depth_pipeline import PassThrough
 from ..depth_probe import decoder_layers
 from ..outputs import write_file
@@ -172,7 +173,7 @@ class StageLoop:
         self.of_own_heads: list[torch.nn.Module] = []
         checkpoint = last_whole_checkpoint(self.output, 0)
         if checkpoint is not None:
-            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+            model = load_language_model(checkpoint, dtype="float32")
         model.train()  # one that was read is in evaluation mode, without dropout
         decay = {*Trainer.get_decay_parameter_names(None, model)}
         self.pipeline = AttnResPipeline(
