@@ -258,8 +258,8 @@ def _inspection(folder: Path) -> dict[str, Any] | None:
     path = folder / "depth" / "depth.json"
     if not path.exists():
         return None
+    results = read_json(path)
     try:
-        results = read_json(path)
         models = [
             {"name": model["model"], "state": model.get("fingerprint") or model.get("commit")}
             for model in results["models"]

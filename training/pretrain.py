@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
+import xxhash
 from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
@@ -35,10 +35,11 @@ from ..configuration_attnres import AttnResConfig
 from ..conversion.files import atomic_folder
 from ..inspection.callback import DepthMapCallback
 from ..model_cards import write_model_card
-from ..outputs import write_file
+from ..outputs import disk_errors_explained, write_file
 from ..rows import load_rows
 from ..untrusted import check_folder
 from . import data, stages
+from .checkpoints import model_fingerprint, rows_fingerprint, source_fingerprint
 from .config import (
     cannot_pack,
     check_length,
@@ -49,7 +50,15 @@ from .config import (
     training_arguments,
 )
 from .curves import plot_curves
-from .finetune import FinetuneResult, check_output, checkpoint_to_resume, held_out_losses, save_final
+from .finetune import (
+    FinetuneResult,
+    begin,
+    check_output,
+    checkpoint_to_resume,
+    held_out_losses,
+    run_folder,
+    save_final,
+)
 from .stream import POSITION, PackedStream, collate
 from .trainer import AttnResTrainer, AttnResTrainingArguments
 
@@ -135,17 +144,27 @@ def pretrain(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
     config = read_config(config, overrides, PretrainArguments, ("dataset", "output_dir", "max_steps"))
     run = prepare(config)
     training, output = run.training, Path(run.arguments.output_dir)
-    model = make_model(run)
-    output.mkdir(parents=True, exist_ok=True)
-    if training.process_index == 0:
-        write_file(output / RUN_FILE, yaml.safe_dump(config, sort_keys=True))
-    train = train_over_stages if run.arguments.over_stages else train_with_trainer
-    final, history, trainable, explanation = train(run, model)
+    with run_folder(output, config, RUN_FILE, training), disk_errors_explained(output):
+        fingerprints = fingerprints_of(run)
+        checkpoint = begin(training, config, RUN_FILE, fingerprints, run.arguments.over_stages)
+        train = train_over_stages if run.arguments.over_stages else train_with_trainer
+        final, history, trainable, explanation = train(run, make_model(run), checkpoint, fingerprints)
     files = [output / RUN_FILE, output / "history.json", output / "loss.png", output / "loss.svg"]
     rate = training.learning_rate if training.query_learning_rate is None else training.query_learning_rate
     if run.model_config.model_type != "attnres" or isinstance(rate, str):  # measured, and in the history
         rate = next((entry["query_learning_rate"] for entry in history if "query_learning_rate" in entry), None)
     return FinetuneResult(final, history, trainable, explanation, files, rate)
+
+
+def fingerprints_of(run: PretrainRun) -> dict[str, str | None]:
+    """What decides the weights of a run beside its fields, as `write_manifest` keeps it."""
+    arguments = run.arguments
+    config = xxhash.xxh3_128_hexdigest(run.model_config.to_json_string().encode())
+    return {
+        "model": config if arguments.model is None else model_fingerprint(arguments.model),
+        "rows": source_fingerprint(arguments.dataset),
+        "held_out": rows_fingerprint(run.held_out),
+    }
 
 
 def prepare(config: dict[str, Any]) -> PretrainRun:
@@ -166,7 +185,7 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
     if arguments.over_stages:
         stages.check_run(arguments, training, model_config, config)
     else:
-        checkpoint_to_resume(training)
+        checkpoint_to_resume(training, verify=False)  # of as many processes
     if arguments.tokenizer is not None and Path(arguments.tokenizer).expanduser().is_dir():
         check_folder(arguments.tokenizer, follow_links=False)
     tokenizer = load_tokenizer(arguments.tokenizer or arguments.model or arguments.model_config)
@@ -346,10 +365,11 @@ class PretrainTrainer(AttnResTrainer):
                 write_file(Path(output_dir or self.args.output_dir) / STREAM_FILE, json.dumps(state))
 
 
-def train_with_trainer(run: PretrainRun, model: torch.nn.Module) -> tuple[Path, list, int, str | None]:
+def train_with_trainer(
+    run: PretrainRun, model: torch.nn.Module, checkpoint: str | None, fingerprints: dict[str, str | None]
+) -> tuple[Path, list, int, str | None]:
     """Train until `max_steps`: the folder of the model, the history, what was trained and what is wrong, if it is."""
     training, output = run.training, Path(run.arguments.output_dir)
-    checkpoint = checkpoint_to_resume(training)
     if checkpoint is not None:
         training.eval_on_start = False
         run.train.go_on_at(json.loads((Path(checkpoint) / STREAM_FILE).read_text(encoding="utf-8")))
@@ -361,6 +381,7 @@ def train_with_trainer(run: PretrainRun, model: torch.nn.Module) -> tuple[Path, 
         data_collator=collate,
         processing_class=run.tokenizer,
     )
+    trainer.run_fingerprints = fingerprints
     if "tensorboard" in training.report_to and run.model_config.model_type == "attnres":
         trainer.add_callback(DepthMapCallback(torch.tensor(run.held_out[0]["input_ids"])[None]))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -376,9 +397,11 @@ def train_with_trainer(run: PretrainRun, model: torch.nn.Module) -> tuple[Path, 
     return final, history, trainable, trainer.explain_losses()
 
 
-def train_over_stages(run: "PretrainRun", model: torch.nn.Module) -> tuple[Path, list, int, str | None]:
+def train_over_stages(
+    run: "PretrainRun", model: torch.nn.Module, checkpoint: str | None, fingerprints: dict[str, str | None]
+) -> tuple[Path, list, int, str | None]:
     """The same over the stages of a pipeline, or over tensor parallelism, in the processes of torchrun."""
-    loop = stages.StageLoop(run, model)
+    loop = stages.StageLoop(run, model, checkpoint, fingerprints)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     del model
     loop.train()
