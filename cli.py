@@ -12,6 +12,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from .cli_checks import need_checkpoints, need_folders, need_packages, need_run
 from .cli_convert import convert, export, import_, revert, verify
 from .cli_measure import bench, eval_, inspect, plan, report, scaling
 from .console import (
@@ -26,6 +27,7 @@ from .console import (
     say,
     say_written,
 )
+from .outputs import check_writable
 
 
 # What not every installation has, and the extra that brings it
@@ -95,6 +97,9 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of the small model.")] = 300,
 ):
     """Turn a PreNorm model into an AttnRes one and show that it computes the same. Offline, on a CPU, in minutes."""
+    need_packages("demo")
+    need_checkpoints([model])
+    check_writable(output)
     from .demo import run_demo
 
     run_demo(model=model, output=output, num_blocks=num_blocks, steps=steps)
@@ -114,6 +119,8 @@ def families(
     ] = False,
 ):
     """Show which decoders can be a base, or whether a checkpoint can: where its code reads and writes the stream."""
+    if probe is not None and not types:
+        need_checkpoints([probe], revision)
     from .families import describe_probe, probe_report, read_decoder_config, survey, survey_table
 
     if probe is not None and types:
@@ -225,6 +232,7 @@ def _is_first_process() -> bool:
 
 def _show_batch(config: Path, fields: list[str] | None):
     overrides = _overrides(fields)
+    need_run("finetune", config, overrides)
     from . import training
 
     batch = training.show_batch(config, overrides)
@@ -235,6 +243,7 @@ def _show_batch(config: Path, fields: list[str] | None):
 def _train(kind: str, config: Path, fields: list[str] | None, as_json: bool):
     overrides = _overrides(fields)
     with only_json_on_stdout(as_json):
+        need_run(kind, config, overrides)
         from . import training
 
         result = getattr(training, kind)(config, overrides)
@@ -266,6 +275,8 @@ def card(
 ):
     """Write the model card of a checkpoint anew; entries of its metadata are kept."""
     with only_json_on_stdout(as_json):
+        need_folders([folder, evaluation])
+        need_checkpoints([str(folder)])
         from .model_cards import write_model_card
 
         base_metadata = {"base_model": base_model} if base_model else None
@@ -285,6 +296,8 @@ def push(
 ):
     """Put a checkpoint on the Hub, with the code that loads it where attnres is not installed."""
     with only_json_on_stdout(as_json):
+        need_folders([folder])
+        need_checkpoints([str(folder)])
         from .hub import plan_push, push
 
         plan = plan_push(folder, repo_id)

@@ -4,6 +4,7 @@
 import contextlib
 import errno
 import os
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -30,6 +31,40 @@ def write_file(path: Path, content: str | bytes):
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def check_destination(destination: str | Path, source: str | Path) -> Path:
+    """The folder to write, after a look that nothing is there and that nothing of the source would be touched.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    path, folder = Path(destination).expanduser().absolute(), Path(source).expanduser()
+    if path.is_symlink():
+        raise ValueError(f"`{destination}` is a link, to `{path.readlink()}`; name the folder itself.")
+    if folder.is_dir() and path.resolve() == folder.resolve():
+        raise ValueError(f"`{destination}` is the source itself; name another folder.")
+    if folder.is_dir() and folder.resolve() in path.resolve().parents:
+        raise ValueError(f"`{destination}` is inside of the source; name a folder outside of it.")
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"`{destination}` is a file; name a folder.")
+    if path.exists() and any(path.iterdir()):
+        raise ValueError(f"`{destination}` is not empty; name a new folder or delete it first.")
+    return path
+
+
+def check_writable(folder: Path):
+    """Raise an `OSError` or a `ValueError` unless files can be written to a folder, which may have to be made."""
+    place = folder.expanduser().absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"`{place}` is a file; name a folder.")
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise OSError(f"`{folder}` cannot be written: {error.strerror}.") from None
 
 
 @contextlib.contextmanager

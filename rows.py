@@ -14,6 +14,7 @@ from typing import Any
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
+from .sources import check_rows
 from .untrusted import in_one_line
 
 
@@ -42,6 +43,7 @@ def load_rows(source: str, config: str | None, split: str, streaming: bool = Fal
     Raises:
         ValueError: if it is not there, or has no such split.
     """
+    check_rows(source)
     path = Path(source).expanduser()
     if path.is_file():
         _check_whole(source, config, split)
@@ -57,8 +59,6 @@ def load_rows(source: str, config: str | None, split: str, streaming: bool = Fal
             )
         _check_whole(source, config, split)
         return _load_files(files)
-    if not path.exists() and (path.suffix in LOADERS or source.startswith((".", "/", "~"))):
-        raise ValueError(f"There is no file or folder `{source}`.")
     try:
         if (path / "dataset_dict.json").exists():
             return DatasetDict.load_from_disk(str(path))[split]

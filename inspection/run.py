@@ -5,6 +5,7 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..checkpoint import load_config, load_language_model, load_tokenizer
 from ..configuration_attnres import AttnResConfig
 from ..conversion.parity import read_sample
 from ..fingerprint import checkpoint_fingerprint
-from ..outputs import write_file
+from ..outputs import check_writable, write_file
 from ..runtime import default_device, is_dtype, reason_against_device
 from ..sources import hub_commit
 from ..untrusted import check_folder
@@ -139,6 +140,9 @@ def check_request(
             raise ValueError(f"`{name}={value!r}` is of a data set: name one with `dataset`.")
     if Path(output).is_file():
         raise ValueError(f"`{output}` is a file; name a folder.")
+    check_writable(Path(output))
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
     if texts["file"] is not None and not Path(texts["file"]).is_file():
         raise ValueError(f"There is no file `{texts['file']}`.")
 

@@ -76,7 +76,9 @@ def weights(output: Path) -> dict[str, bytes]:
 
 
 def contents(folder: Path) -> dict[str, bytes]:
-    return {path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*[!k]") if path.is_file()}
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in folder.rglob("*.*[!k]") if path.is_file()
+    }
 
 
 def flip(path: Path):

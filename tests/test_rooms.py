@@ -16,18 +16,8 @@ ROOMS = (
     *("base_config", "attn_res_fields", "configuration_attnres", "depth_reads", "depth_queries", "base_classes"),
     *("depth_forward", "generation_attnres", "depth_pipeline", "saving_attnres", "modeling_attnres"),
     "multimodal_attnres",
-    *(
-        "outputs",
-        "untrusted",
-        "runtime",
-        "fingerprint",
-        "rows",
-        "sources",
-        "checkpoint",
-        "reports",
-        "families",
-        "liger",
-    ),
+    *("outputs", "untrusted", "runtime", "fingerprint", "sources", "rows"),
+    *("checkpoint", "reports", "families", "liger"),
     *(
         "eval",
         "model_cards",
@@ -42,7 +32,7 @@ ROOMS = (
         "scaling",
         "console",
     ),
-    *("cli_convert", "cli_measure", "cli", "__main__"),
+    *("cli_checks", "cli_convert", "cli_measure", "cli", "__main__"),
 )
 # What is imported when it is first needed, by a file that is loaded before it
 UPWARD = {

@@ -9,6 +9,7 @@ import shutil
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -224,6 +225,8 @@ def prepare(config: dict[str, Any], may_pack: bool = True) -> Run:
     packed = may_pack and reason is None if arguments.packing is None else arguments.packing
     if arguments.packing is None and reason is not None and training.process_index == 0:
         print(f"Rows are not packed: {reason}.")
+    if packed and find_spec("trl") is None:  # which packs, when all is read
+        raise ModuleNotFoundError("trl is not installed", name="trl")
     with training.main_process_first(desc="reading the data"):
         train, held_out = read_data(arguments, tokenizer, packed, verbose=training.process_index == 0)
     check_rows_to_evaluate_on(len(held_out), training)
