@@ -10,8 +10,6 @@ from pathlib import Path
 from typing import Any
 
 from .outputs import check_destination, check_writable
-from .sources import check_rows, read_config_dict
-from .untrusted import check_file, read_yaml
 
 
 # By command: the packages that not every installation has, besides those of some options
@@ -36,6 +34,8 @@ def need_packages(command: str, *others: str):
 
 def need_checkpoints(sources: Iterable[str | None], revision: str | None = None):
     """Raise an `OSError` or a `ValueError` for the first that is no folder, no repository, or has no config."""
+    from .sources import read_config_dict  # which takes half a second, that `--help` does without
+
     for source in sources:
         if source is not None:
             read_config_dict(source, revision)
@@ -74,8 +74,10 @@ def need_destination(destination: Path, source: str):
 
 def need_run(command: str, file: Path, overrides: dict[str, Any]):
     """Raise for what a run of `finetune` or `pretrain` names and is not there; other mistakes are told later."""
+    from .sources import check_rows
+    from .untrusted import read_yaml
+
     need_files([file])
-    check_file(file)
     fields = read_yaml(file)
     if not isinstance(fields, dict):
         raise ValueError(f"`{file}` is not a list of `field: value`.")

@@ -128,8 +128,8 @@ def _convert(
     if not (is_new or blocks or read or self_contained):
         size = checkpoint.text_config.attn_res_block_size
         raise ValueError(
-            f"`{checkpoint.name}` is an AttnRes checkpoint already, with blocks of {size} sublayers: say which blocks or"
-            " which read it is to have, such as `--num-blocks 8`."
+            f"`{checkpoint.name}` is an AttnRes checkpoint already, with blocks of {size} sublayers: say which blocks"
+            " or which read it is to have, such as `--num-blocks 8`."
         )
     check_head(checkpoint, config)
     if self_contained:

@@ -95,9 +95,8 @@ def tampered_gguf(path: Path, field: bytes, value: bytes):
 def wider(folder: Path):
     """Tensors of an adapter for a wider base."""
     loaded = load_file(folder / "adapter_model.safetensors")
-    save_file(
-        {n: torch.cat([t, t], -1) if t.ndim else t for n, t in loaded.items()}, folder / "adapter_model.safetensors"
-    )
+    doubled = {name: torch.cat([t, t], -1) if t.ndim else t for name, t in loaded.items()}
+    save_file(doubled, folder / "adapter_model.safetensors")
 
 
 CONVERT = ("convert", "base", "out", "--no-verify")
