@@ -28,6 +28,7 @@ matplotlib.use("Agg")
 from matplotlib import pyplot as plt
 
 from ..outputs import COLOURS, as_label, write_figure, write_file
+from ..untrusted import read_json
 from .benchmarks import Benchmark
 from .models import EvalModel, EvalOptions
 from .saved import Finished, ModelResults, output_folder, set_aside
@@ -261,8 +262,8 @@ def read(folder: Path) -> dict[str, Any]:
     if not path.exists():
         raise ValueError(f"`{folder}` holds no results.json; `attnres eval` writes one.")
     try:
-        results = json.loads(path.read_bytes())
-        schema = results["schema"] if isinstance(results, dict) and "schema" in results else None
+        results = read_json(path)
+        schema = results.get("schema")
         if schema == SCHEMA:
             table(results)  # which needs most of it
     except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
