@@ -306,9 +306,16 @@ def load_language_model(source: str | Path, *, follow_links: bool = True, **kwar
     folder = Path(source).expanduser()
     if folder.is_dir():
         check_folder(folder, follow_links=follow_links)
+        check_shapes(folder)
         source = folder
     with stranger_errors_explained(f"`{source}` does not load"):
         return AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, use_safetensors=True, **kwargs)
+
+
+def check_shapes(folder: Path):
+    """Raise a `ValueError` for tensors of other shapes than the config has, before memory is taken for those."""
+    with stranger_errors_explained(f"`{folder}` does not load"):
+        AutoModelForCausalLM.from_pretrained(folder, device_map="meta", trust_remote_code=False, use_safetensors=True)
 
 
 def check_adapter(folder: str | Path):

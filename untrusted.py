@@ -209,7 +209,7 @@ def stranger_errors_explained(what: str) -> Iterator[None]:
         raise ValueError(f"{what}: {in_one_line(error)}") from error
 
 
-def in_one_line(error: Exception) -> str:
+def in_one_line(error: BaseException) -> str:
     """What an error says, cut off where it goes on for pages, and of which kind it is unless it is one of values."""
     if "trust_remote_code" in str(error):
         return (

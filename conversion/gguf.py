@@ -21,6 +21,7 @@ from transformers.utils import is_gguf_available, quantization_config
 
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..sources import hub_can_be_reached, hub_errors_explained, local_folder
+from ..untrusted import check_inside
 from .running import quiet_loading
 
 
@@ -151,7 +152,7 @@ def check_header(path: Path):
     size = path.stat().st_size
     with path.open("rb") as file:
 
-        def number(kind: str) -> int | float:
+        def number(kind: str) -> Any:
             found = file.read(struct.calcsize(kind))
             if len(found) < struct.calcsize(kind):
                 raise ValueError("its header is cut off")
@@ -238,6 +239,7 @@ def _in_folder_or_repository(source: str | Path, gguf_file: str, revision: str |
         if not path.is_file():
             there = sorted(found.relative_to(folder).as_posix() for found in folder.rglob(f"*{SUFFIX}"))
             raise ValueError(f"`{source}` holds no `{gguf_file}`; its GGUF files are {', '.join(there) or 'none'}.")
+        check_inside(folder, [gguf_file], str(source))
         return GGUF(str(path), path, None)
     with hub_errors_explained(source, revision):
         try:

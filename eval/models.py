@@ -12,7 +12,7 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 
-from ..checkpoint import check_adapter, load_tokenizer
+from ..checkpoint import check_adapter, check_shapes, load_tokenizer
 from ..fingerprint import checkpoint_fingerprint
 from ..rows import template_time_limit
 from ..sources import hub_commit, read_config_dict
@@ -122,13 +122,19 @@ def load_model(model: EvalModel, options: EvalOptions, device: str, batch_size: 
     if model.peft_revision is not None:
         peft = snapshot_download(model.peft, revision=model.peft_revision)
         check_adapter(peft)
-    arguments = {"pretrained": model.path, "revision": model.revision or "main", "dtype": options.dtype}
+    arguments: dict[str, Any] = {
+        "pretrained": model.path,
+        "revision": model.revision or "main",
+        "dtype": options.dtype,
+    }
     if options.backend == "vllm":
         if peft is not None:
             arguments["lora_local_path"] = peft
         return get_model("vllm").create_from_arg_obj(arguments, {"batch_size": batch_size, "device": device})
     arguments |= {"trust_remote_code": False, "use_safetensors": True}
     what = f"`{model.path}` does not load" if peft is None else f"`{model.peft}` does not fit `{model.path}`"
+    if model.revision is None:
+        check_shapes(Path(model.path))
     with stranger_errors_explained(what):
         lm = TransformersLM(**arguments, peft=peft, device=device, batch_size=batch_size, backend="causal")
     if hasattr(lm, "accelerator"):

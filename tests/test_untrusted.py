@@ -158,6 +158,11 @@ HOSTILE = {
         [CONVERT, PROBE],
         "`num_hidden_layers=2147483648` in .* must be at most 10,000",
     ),
+    "layers of an absurd width": (
+        lambda p: edit(p / "attnres/config.json", intermediate_size=2**24),
+        [INSPECT, FINETUNE],
+        "`.*attnres` does not load: ",
+    ),
     "pickle as weights": (
         lambda p: pickled(p / "attnres", "pytorch_model.bin", "model.safetensors"),
         [INSPECT, FINETUNE, EVAL],
@@ -207,6 +212,11 @@ HOSTILE = {
         lambda p: tampered_gguf(p / "tiny.gguf", b"llama.block_count", struct.pack("<I", 2**31)),
         [GGUF],
         "announces 2,147,483,648 blocks",
+    ),
+    "GGUF that is elsewhere": (
+        lambda p: ((p / "ggufs").mkdir(), link(p / "ggufs/tiny.gguf", "../tiny.gguf")),
+        [("convert", "ggufs", "out", "--no-verify", "--gguf-file", "tiny.gguf")],
+        "`tiny.gguf` of `ggufs` is a link out of the folder",
     ),
     "GGUF of too many fields": (
         lambda p: (p / "tiny.gguf").write_bytes(b"GGUF" + struct.pack("<IQQ", 3, 1, 2**62)),

@@ -188,7 +188,7 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
         checkpoint_to_resume(training, verify=False)  # of as many processes
     if arguments.tokenizer is not None and Path(arguments.tokenizer).expanduser().is_dir():
         check_folder(arguments.tokenizer, follow_links=False)
-    tokenizer = load_tokenizer(arguments.tokenizer or arguments.model or arguments.model_config)
+    tokenizer = load_tokenizer(str(arguments.tokenizer or arguments.model or arguments.model_config))
     if len(tokenizer) > model_config.vocab_size:
         raise ValueError(
             f"The tokenizer has {len(tokenizer)} tokens, and the model a `vocab_size` of {model_config.vocab_size}."
