@@ -85,7 +85,8 @@ def need_run(command: str, file: Path, overrides: dict[str, Any]):
     packs = command == "finetune" and fields.get("packing") is not False
     need_packages(command, *(["trl"] if packs else []))
     texts = {name: value for name, value in fields.items() if isinstance(value, str) and value}
-    need_checkpoints([texts.get("model"), texts.get("model_config")], texts.get("revision"))
+    is_folder = Path(texts.get("model", "")).expanduser().is_dir()  # which has none, as is said later
+    need_checkpoints([texts.get("model"), texts.get("model_config")], None if is_folder else texts.get("revision"))
     for name in ("dataset", "eval_dataset"):
         if name in texts:
             check_rows(texts[name])
