@@ -11,9 +11,6 @@ from typing import Any
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import (
-    StrictDataclassError,
-)
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -29,7 +26,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
 
 from .base_config import base_config_class
-from .sources import hub_can_be_reached, hub_errors_explained, local_folder, read_config_dict, read_json
+from .sources import hub_can_be_reached, hub_errors_explained, local_folder, read_config_dict
+from .untrusted import (
+    PICKLES,
+    check_folder,
+    check_inside,
+    in_one_line,
+    read_json,
+    refuse_pickle,
+    stranger_errors_explained,
+)
 
 
 INDEX_NAME = "model.safetensors.index.json"
@@ -39,6 +45,11 @@ OTHER_WEIGHTS = {
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5", ".npz", ".tflite", ".mlmodel"),
     *(".safetensors", ".gguf", ".ggml", ".onnx", ".onnx_data"),
 }
+# Fields of adapters by which PEFT makes tensors before it reads any
+ADAPTER_SIZES = ("r", "init_r", "target_r", "num_virtual_tokens", "encoder_hidden_size", "adapter_len", "n_frequency")
+ADAPTER_FILE = "adapter_model.safetensors"
+# PEFT's default rank, which an adapter without low-rank updates keeps
+SMALL_RANK = 8
 QUERY_NAMES = ("depth_queries.query", "depth_queries.key_norm")
 # What makes queries of the input, where they see it
 PROJECTION_NAMES = tuple(f"depth_queries.projection{part}" for part in ("", "_down", "_up"))
@@ -163,8 +174,8 @@ class Checkpoint:
         if not {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"} & set(self.companions):
             return None
         try:
-            return AutoTokenizer.from_pretrained(self.folder, trust_remote_code=False)
-        except (ValueError, OSError, ImportError):
+            return load_tokenizer(self.folder)
+        except (ValueError, OSError):
             return None
 
     def tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
@@ -190,8 +201,11 @@ def different_tensors(first: Checkpoint, second: Checkpoint) -> list[str]:
     return different
 
 
-def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoint:
+def open_checkpoint(source: str | Path, revision: str | None = None, *, follow_links: bool = False) -> Checkpoint:
     """A checkpoint from a folder, or from the Hub through its cache, with everything about it checked but the values.
+
+    Args:
+        follow_links: whether links out of the folder are followed, where its files are read and not copied.
 
     Raises:
         OSError: if files are missing or cannot be read.
@@ -211,6 +225,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None) -> Checkpoi
                 )
             )
         commit = folder.name
+    check_folder(folder, follow_links=follow_links)
     files = sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() or path.is_symlink()
     )
@@ -241,21 +256,8 @@ def is_companion(name: str) -> bool:
 
 
 def refuse_links_out(checkpoint: Checkpoint, names: Iterable[str]):
-    """Raise a `ValueError` if one of the files is a link out of the folder: what lies there was not meant.
-
-    In the Hub's cache files are links into the folder `blobs` of their repository.
-    """
-    folder = checkpoint.folder.resolve()
-    allowed = [folder]
-    if folder.parent.name == "snapshots":
-        allowed.append(folder.parent.parent / "blobs")
-    for name in names:
-        target = (folder / name).resolve()
-        if not any(target.is_relative_to(path) for path in allowed):
-            raise ValueError(
-                f"`{name}` of `{checkpoint.name}` is a link out of the folder, to `{target}`. Put the file itself"
-                " there, or remove the link."
-            )
+    """Raise a `ValueError` if one of the files is a link out of the folder, see `check_inside`."""
+    check_inside(checkpoint.folder, names, checkpoint.name)
 
 
 @contextlib.contextmanager
@@ -264,8 +266,86 @@ def config_errors_explained(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:
-        kind = "" if isinstance(error, ValueError | TypeError | StrictDataclassError) else f"{type(error).__name__}: "
-        raise ValueError(f"config.json of `{name}` is not valid: {kind}{' '.join(str(error).split())}") from error
+        raise ValueError(f"config.json of `{name}` is not valid: {in_one_line(error)}") from error
+
+
+def load_config(source: str | Path, revision: str | None = None) -> PreTrainedConfig:
+    """The configuration of a checkpoint, whose own code is not run.
+
+    Raises:
+        OSError: if there is none.
+        ValueError: if it is not valid.
+    """
+    read_config_dict(source, revision)  # tells at once what is wrong with it
+    place = local_folder(source, revision) or source
+    with config_errors_explained(str(source)):
+        return AutoConfig.from_pretrained(place, revision=revision or "main", trust_remote_code=False)
+
+
+def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint, whose own code is not run.
+
+    Raises:
+        ValueError: if there is none that loads here.
+    """
+    place = local_folder(source, revision) or source
+    with stranger_errors_explained(f"`{source}` has no tokenizer that loads here"):
+        return AutoTokenizer.from_pretrained(place, revision=revision or "main", trust_remote_code=False)
+
+
+def load_language_model(source: str | Path, *, follow_links: bool = True, **kwargs: Any) -> PreTrainedModel:
+    """A language model from safetensors, without code of the checkpoint's own.
+
+    Args:
+        follow_links: as for `open_checkpoint`.
+        kwargs: of `from_pretrained`.
+
+    Raises:
+        ValueError: if it is not whole, or has its weights in a pickle.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        check_folder(folder, follow_links=follow_links)
+        check_shapes(folder)
+        source = folder
+    with stranger_errors_explained(f"`{source}` does not load"):
+        return AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, use_safetensors=True, **kwargs)
+
+
+def check_shapes(folder: Path):
+    """Raise a `ValueError` for tensors of other shapes than the config has, before memory is taken for those."""
+    with stranger_errors_explained(f"`{folder}` does not load"):
+        AutoModelForCausalLM.from_pretrained(folder, device_map="meta", trust_remote_code=False, use_safetensors=True)
+
+
+def check_adapter(folder: str | Path):
+    """Look at the folder of a PEFT adapter before PEFT does.
+
+    Raises:
+        ValueError: for what `check_folder` refuses, and for sizes in its config that its tensors do not have.
+        OSError: if files are missing.
+    """
+    folder = Path(folder).expanduser()
+    check_folder(folder, follow_links=True)
+    if not (folder / "adapter_config.json").exists():
+        raise OSError(f"`{folder}` holds no adapter_config.json, so it is not a PEFT adapter.")
+    if not (folder / ADAPTER_FILE).exists():
+        raise OSError(f"`{folder}` holds no {ADAPTER_FILE}, so it is not a whole PEFT adapter.")
+    config = read_json(folder / "adapter_config.json")
+    tensor_names(folder / ADAPTER_FILE)  # whether it is whole
+    with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
+    ranks = {shape[0] for name, shape in shapes.items() if "lora_A" in name or "lora_embedding_A" in name}
+    largest = max(ranks or {size for shape in shapes.values() for size in shape}, default=0)
+    sizes = {name: config.get(name) for name in ADAPTER_SIZES}
+    pattern = config.get("rank_pattern")
+    sizes |= {f"rank_pattern[{name}]": size for name, size in pattern.items()} if isinstance(pattern, dict) else {}
+    for name, size in sizes.items():
+        if isinstance(size, int | float) and size > max(largest, SMALL_RANK):
+            raise ValueError(
+                f"adapter_config.json of `{folder}` is not valid: `{name}={size}` is more than its tensors have,"
+                f" {largest}."
+            )
 
 
 def _read_weight_map(folder: Path, files: list[str], source: str | Path) -> dict[str, str]:
@@ -273,12 +353,9 @@ def _read_weight_map(folder: Path, files: list[str], source: str | Path) -> dict
     if "model.safetensors" in files:  # comes before an index, as in transformers
         return dict.fromkeys(tensor_names(folder / "model.safetensors"), "model.safetensors")
     if INDEX_NAME not in files:
-        pickled = [name for name in files if Path(name).suffix in {".bin", ".pt", ".pth", ".ckpt"}]
+        pickled = [name for name in files if Path(name).suffix in PICKLES]
         if pickled:
-            raise ValueError(
-                f"`{source}` has its weights in `{pickled[0]}`, a pickle, which can run code when it is read. If you"
-                " trust it, save it as safetensors: `AutoModelForCausalLM.from_pretrained(...).save_pretrained(...)`."
-            )
+            refuse_pickle(source, pickled[0])
         raise OSError(f"`{source}` holds neither model.safetensors nor {INDEX_NAME}.")
     weight_map = read_json(folder / INDEX_NAME).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:

@@ -13,6 +13,7 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from .cli_checks import need_checkpoints, need_folders, need_packages, need_run
 from .cli_convert import convert, export, import_, revert, verify
 from .cli_measure import bench, eval_, inspect, plan, report, scaling
 from .console import (
@@ -28,6 +29,7 @@ from .console import (
     say_written,
 )
 from .installation import how_to_install
+from .outputs import check_writable
 
 
 # What not every installation has, and the extra that brings it
@@ -97,6 +99,9 @@ def demo(
     steps: Annotated[int, typer.Option(min=1, help="Training steps of the small model.")] = 300,
 ):
     """Turn a PreNorm model into an AttnRes one and show that it computes the same. Offline, on a CPU, in minutes."""
+    need_packages("demo")
+    need_checkpoints([model])
+    check_writable(output)
     from .demo import run_demo
 
     run_demo(model=model, output=output, num_blocks=num_blocks, steps=steps)
@@ -116,6 +121,8 @@ def families(
     ] = False,
 ):
     """Show which decoders can be a base, or whether a checkpoint can: where its code reads and writes the stream."""
+    if probe is not None and not types:
+        need_checkpoints([probe], revision)
     from .families import describe_probe, probe_report, read_decoder_config, survey, survey_table
 
     if probe is not None and types:
@@ -224,14 +231,14 @@ def _say_interrupted(again: str) -> NoReturn:
 
 
 def _overrides(fields: list[str] | None) -> dict[str, Any]:
-    import yaml
+    from .untrusted import parse_yaml
 
     overrides = {}
     for field in fields or []:
         name, equals, value = field.partition("=")
         if not equals:
             raise typer.BadParameter(f"`{field}` is not of the form field=value.")
-        overrides[name] = yaml.safe_load(value)
+        overrides[name] = parse_yaml(value, f"`{field}`")
     return overrides
 
 
@@ -244,6 +251,7 @@ def _is_first_process() -> bool:
 
 def _show_batch(config: Path, fields: list[str] | None):
     overrides = _overrides(fields)
+    need_run("finetune", config, overrides)
     from . import training
 
     batch = training.show_batch(config, overrides)
@@ -254,6 +262,7 @@ def _show_batch(config: Path, fields: list[str] | None):
 def _train(kind: str, config: Path, fields: list[str] | None, as_json: bool):
     overrides = _overrides(fields)
     with only_json_on_stdout(as_json):
+        need_run(kind, config, overrides)
         from . import training
 
         result = getattr(training, kind)(config, overrides)
@@ -285,6 +294,8 @@ def card(
 ):
     """Write the model card of a checkpoint anew; entries of its metadata are kept."""
     with only_json_on_stdout(as_json):
+        need_folders([folder, evaluation])
+        need_checkpoints([str(folder)])
         from .model_cards import write_model_card
 
         base_metadata = {"base_model": base_model} if base_model else None
@@ -304,6 +315,8 @@ def push(
 ):
     """Put a checkpoint on the Hub, with the code that loads it where attnres is not installed."""
     with only_json_on_stdout(as_json):
+        need_folders([folder])
+        need_checkpoints([str(folder)])
         from .hub import plan_push, push
 
         plan = plan_push(folder, repo_id)

@@ -5,9 +5,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
-from rich.markdown import Markdown
 
-from .console import Revision, console, json_option, only_json_on_stdout, print_json, say, say_written
+from .cli_checks import need_checkpoints, need_destination, need_files, need_source
+from .console import Revision, json_option, only_json_on_stdout, print_json, say, say_written, show_markdown
 
 
 if TYPE_CHECKING:
@@ -67,6 +67,9 @@ def convert(
     if (block_size is not None) + (num_blocks is not None) + full > 1:
         raise typer.BadParameter("--block-size, --num-blocks and --full contradict: give one of them.")
     with only_json_on_stdout(as_json):
+        need_destination(destination, source)
+        need_source(source, gguf_file, revision)
+        need_files([verify_text])
         from .conversion import convert
 
         report = convert(
@@ -113,6 +116,9 @@ def revert(
 ):
     """Give the PreNorm checkpoint back that an AttnRes one was made of, bit for bit."""
     with only_json_on_stdout(as_json):
+        need_destination(destination, source)
+        need_checkpoints([source], revision)
+        need_files([verify_text])
         from .conversion import revert
 
         report = revert(
@@ -143,13 +149,15 @@ def verify(
 ):
     """Tell whether two checkpoints are the same function, up to rounding. Exit code 1 if not."""
     with only_json_on_stdout(as_json):
+        need_checkpoints([first, second])
+        need_files([text])
         from .conversion import verify
 
         report = verify(first, second, text=text, max_tokens=max_tokens, device=device)
     if as_json:
         print_json(report.to_dict())
     else:
-        console.print(Markdown(report.to_markdown()))
+        show_markdown(report.to_markdown())
     if not report.equal:
         raise typer.Exit(1)
 
@@ -157,6 +165,8 @@ def verify(
 def import_(source: Source, destination: Destination, revision: Revision = None, as_json: ConversionJson = False):
     """Make an AttnRes checkpoint of one in Kimi K3's naming or of flash-linear-attention."""
     with only_json_on_stdout(as_json):
+        need_destination(destination, source)
+        need_checkpoints([source], revision)
         from .conversion import import_checkpoint
 
         report = import_checkpoint(source, destination, revision=revision)
@@ -173,6 +183,8 @@ def export(
 ):
     """Write an AttnRes checkpoint in Kimi K3's naming or for flash-linear-attention."""
     with only_json_on_stdout(as_json):
+        need_destination(destination, source)
+        need_checkpoints([source], revision)
         from .conversion import export_checkpoint
 
         report = export_checkpoint(source, destination, naming, force=force, revision=revision)
@@ -184,7 +196,7 @@ def show(report: "ConversionReport", destination: Path, as_json: bool, hint: str
     if as_json:
         print_json(report.to_dict(), [destination])
         return
-    console.print(Markdown(report.to_markdown()))
+    show_markdown(report.to_markdown())
     if hint is not None:
         say(hint)
     say_written([destination])

@@ -8,9 +8,20 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from rich.markdown import Markdown
 
-from .console import WroteJson, console, json_option, note, only_json_on_stdout, print_json, say, say_written
+from .cli_checks import need_checkpoints, need_files, need_folders, need_packages
+from .console import (
+    WroteJson,
+    console,
+    json_option,
+    note,
+    only_json_on_stdout,
+    print_json,
+    say,
+    say_written,
+    show_markdown,
+)
+from .outputs import check_writable
 
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda:0 ... \\[default: a GPU if there is one]")]
@@ -80,6 +91,7 @@ def eval_(
 def _prefetch(models: list[str], suite: str | None, tasks: list[str], as_json: bool) -> dict[str, str]:
     """Fetch and tell; what was skipped."""
     with only_json_on_stdout(as_json):
+        need_packages("eval")
         from .eval import prefetch
 
         there, skipped = prefetch(models, suite=suite, tasks=tasks)
@@ -106,6 +118,11 @@ def _evaluate(
         arguments: of `evaluate`.
     """
     with only_json_on_stdout(as_json):
+        need_packages("eval", *(["vllm"] if settings["backend"] == "vllm" else []))
+        need_checkpoints(models)
+        need_folders([peft if peft is not None and peft.startswith((".", "/", "~")) else None])
+        need_folders([arguments["data_root"], arguments["include_path"]])
+        check_writable(output)
         from .eval import EvalModel, EvalOptions, evaluate
         from .eval.report import NAMES, answer_warnings, scores
 
@@ -137,6 +154,8 @@ def report(
 ):
     """Write the tables and plots of finished evaluations anew, without running anything."""
     with only_json_on_stdout(as_json):
+        need_packages("report")
+        need_folders(folders)
         from .eval.report import rebuild
 
         wrote = []
@@ -174,6 +193,10 @@ def inspect(
 ):
     """Show what a model reads from where: depth weights over text, as pictures, a page and JSON."""
     with only_json_on_stdout(as_json):
+        need_packages("inspect", *(["datasets"] if dataset is not None else []))
+        need_checkpoints([*models, base])
+        need_files([file])
+        check_writable(output)
         from .inspection import inspect
 
         results = inspect(
@@ -244,6 +267,9 @@ def bench(
     """Measure AttnRes models against their PreNorm twin, alternating in one process."""
     try:
         with only_json_on_stdout(as_json):
+            need_packages("bench")
+            need_checkpoints([model])
+            check_writable(output)
             from .benchmarks.twin import bench
 
             results = bench(
@@ -268,7 +294,7 @@ def bench(
     if as_json:
         print_json(results, wrote)
     else:
-        console.print(Markdown((output / "bench.md").read_text()))
+        show_markdown((output / "bench.md").read_text())
         say_written(wrote)
 
 
@@ -290,6 +316,9 @@ def scaling(
     if (step == ScalingStep.run) != (ladder is not None):
         raise typer.BadParameter("run takes a YAML file of a ladder, and fit and plot take none.")
     with only_json_on_stdout(as_json):
+        need_packages("scaling")
+        need_files([ladder])
+        check_writable(output)
         from . import scaling as room
 
         results: dict[str, Any] = {}
@@ -304,7 +333,7 @@ def scaling(
         print_json(results, wrote)
         return
     if step == ScalingStep.fit:
-        console.print(Markdown((output / "fit.md").read_text()))
+        show_markdown((output / "fit.md").read_text())
     say_written(wrote)
 
 
@@ -333,6 +362,7 @@ def plan(
 ):
     """Say what a run would cost before it is started: memory of a process, what crosses between stages, the bubble."""
     with only_json_on_stdout(as_json):
+        need_checkpoints([model])
         from .parallel.plan import Layout, describe, plan_checkpoint
 
         layout = Layout(
@@ -353,4 +383,4 @@ def plan(
     if as_json:
         print_json(found)
     else:
-        console.print(Markdown(describe(found, layout)))
+        show_markdown(describe(found, layout))

@@ -170,7 +170,8 @@ class AttnResConfig(PreTrainedConfig):
             block_size (`int`, *optional*):
                 Sublayers per block, 8 if neither this nor `num_blocks` is given.
             num_blocks (`int`, *optional*):
-                Number of blocks wanted: takes the smallest block size that makes no more than that.
+                Number of blocks wanted, at most that of the sublayers: takes the smallest block size that makes no
+                more than that.
             kwargs:
                 Other fields of `AttnResConfig`, such as `attn_res_scale_norm_eps`.
 
@@ -194,6 +195,11 @@ class AttnResConfig(PreTrainedConfig):
             raise ValueError(f"`num_blocks={num_blocks!r}` must be a number of blocks >= 1, an int.")
         sublayers = probe_sublayers(base_config)
         if num_blocks is not None:
+            if num_blocks > sum(sublayers):
+                raise ValueError(
+                    f"`num_blocks={num_blocks}` is more than the {sum(sublayers)} sublayers of this base. With a block"
+                    " for each of them it is Full AttnRes: `block_size=1`."
+                )
             block_size = -(-sum(sublayers) // num_blocks)
         if block_size is not None:
             kwargs["attn_res_block_size"] = block_size

@@ -36,6 +36,13 @@ def note(label: str, line: str):
     console.print(f"[yellow]{label}[/] {escape(line)}", highlight=False)
 
 
+def show_markdown(text: str):
+    """Print Markdown as it looks."""
+    from rich.markdown import Markdown  # which takes a tenth of a second to import
+
+    console.print(Markdown(text))
+
+
 def say_written(paths: Iterable[Path]):
     """The end of what a command says."""
     for path in paths:

@@ -25,7 +25,6 @@ from rich.table import Table
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedTokenizerFast,
     Qwen3Config,
     Trainer,
@@ -34,7 +33,7 @@ from transformers import (
 )
 from transformers.utils.logging import disable_progress_bar
 
-from .checkpoint import different_tensors, open_checkpoint
+from .checkpoint import different_tensors, load_language_model, load_tokenizer, open_checkpoint
 from .conversion import convert, revert
 
 
@@ -287,10 +286,10 @@ def compare(base: str | Path, converted: Path, held_out: list[str]):
         ValueError: if the AttnRes model computes something else.
     """
     console.rule("The same function")
-    tokenizer = AutoTokenizer.from_pretrained(base)
+    tokenizer = load_tokenizer(base)
     candidates = {
-        "PreNorm": AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32),
-        "AttnRes": AutoModelForCausalLM.from_pretrained(converted, dtype=torch.float32),
+        "PreNorm": load_language_model(base, dtype=torch.float32),
+        "AttnRes": load_language_model(converted, dtype=torch.float32),
     }
     losses, difference = held_out_loss(candidates, windows(tokenizer, held_out, CONTEXT)[:HELD_OUT_WINDOWS])
     console.print("Greedy continuations of the AttnRes model:")

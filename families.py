@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from .checkpoint import load_config
 from .depth_probe import ProbedLayer, probe_layers
 
 
@@ -92,9 +93,11 @@ def read_decoder_config(model: str, revision: str | None = None, trust_remote_co
     Raises:
         ValueError: if its code is for a model type of transformers.
     """
-    config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+    if not trust_remote_code:
+        return load_config(model, revision).get_text_config(decoder=True)
+    config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=True)
     auto_map = getattr(config, "auto_map", None) or {}
-    if trust_remote_code and "AutoModelForCausalLM" in auto_map:
+    if "AutoModelForCausalLM" in auto_map:
         if config.model_type in CONFIG_MAPPING_NAMES:
             raise ValueError(
                 f"The code of `{model}` calls its model type {config.model_type!r}, as transformers calls one of its"

@@ -78,8 +78,11 @@ def _files(folder: Path) -> Iterator[Path]:
         yield from (path.relative_to(folder) for name in names if (path := Path(place, name)).is_file())
 
 
-def file_hash(path: Path) -> str:
+def file_hash(path: Path, from_memory: bool = True) -> str:
     """XXH3 of a file's bytes, 128 bits, from memory if the file is the one that was read before.
+
+    Args:
+        from_memory: `False` reads it in any case: a disk can lose bytes whose file has not changed.
 
     Raises:
         OSError: if it changes while it is read.
@@ -88,7 +91,7 @@ def file_hash(path: Path) -> str:
     with path.open("rb", buffering=0) as file:
         state = _state(os.fstat(file.fileno()))
         place = _place(path, state) if state["size"] >= REMEMBERED_FROM else None
-        if place is not None and (known := _recall(place, state)) is not None:
+        if from_memory and place is not None and (known := _recall(place, state)) is not None:
             return known
         hashed, size = xxhash.xxh3_128(), 0
         buffer = memoryview(bytearray(CHUNK))

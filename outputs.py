@@ -1,8 +1,16 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Output files that are there in full or not at all: written beside, then renamed. And the colours of figures."""
 
+import contextlib
+import errno
+import os
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
+
+from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 
 
 if TYPE_CHECKING:
@@ -23,6 +31,87 @@ def write_file(path: Path, content: str | bytes):
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+def check_destination(destination: str | Path, source: str | Path) -> Path:
+    """The folder to write, after a look that nothing is there and that nothing of the source would be touched.
+
+    Raises:
+        ValueError: otherwise.
+    """
+    path, folder = Path(destination).expanduser().absolute(), Path(source).expanduser()
+    if path.is_symlink():
+        raise ValueError(f"`{destination}` is a link, to `{path.readlink()}`; name the folder itself.")
+    if folder.is_dir() and path.resolve() == folder.resolve():
+        raise ValueError(f"`{destination}` is the source itself; name another folder.")
+    if folder.is_dir() and folder.resolve() in path.resolve().parents:
+        raise ValueError(f"`{destination}` is inside of the source; name a folder outside of it.")
+    if path.exists() and not path.is_dir():
+        raise ValueError(f"`{destination}` is a file; name a folder.")
+    if path.exists() and any(path.iterdir()):
+        raise ValueError(f"`{destination}` is not empty; name a new folder or delete it first.")
+    return path
+
+
+def check_writable(folder: Path):
+    """Raise an `OSError` or a `ValueError` unless files can be written to a folder, which may have to be made."""
+    place = folder.expanduser().absolute()
+    while not place.exists() and place != place.parent:
+        place = place.parent
+    if not place.is_dir():
+        raise ValueError(f"`{place}` is a file; name a folder.")
+    try:
+        with tempfile.TemporaryFile(dir=place):
+            pass
+    except OSError as error:
+        raise OSError(f"`{folder}` cannot be written: {error.strerror}.") from None
+
+
+@contextlib.contextmanager
+def only_run_in(folder: Path, lock: str = ".lock") -> Iterator[None]:
+    """Inside, this process alone writes to a folder, which is made if it is not there.
+
+    The lock is one of the operating system, which lets go of it when a process ends, however it does.
+
+    Raises:
+        OSError: if another run is writing there.
+    """
+    (folder / lock).parent.mkdir(parents=True, exist_ok=True)
+    held = FileLock(folder / lock)
+    try:
+        held.acquire(blocking=False)
+    except Timeout:
+        raise OSError(f"Another run is writing `{folder}`. Wait until it is done, or name another folder.") from None
+    try:
+        yield
+    finally:
+        held.release()
+
+
+@contextlib.contextmanager
+def disk_errors_explained(folder: Path) -> Iterator[None]:
+    """An `OSError` of one line for what libraries raise if files cannot be written in full.
+
+    Args:
+        folder: of a run that goes on where it was when it is started again.
+    """
+    try:
+        yield
+    except Exception as error:
+        # torch writes in C++, whose errors have no number
+        of_torch = isinstance(error, RuntimeError) and any(
+            word in str(error) for word in ("PytorchStreamWriter", "inline_container")
+        )
+        if of_torch or isinstance(error, SafetensorError):
+            reason = "a file could not be written in full"
+        elif isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EFBIG, errno.EDQUOT):
+            reason = os.strerror(error.errno)
+        else:
+            raise
+        raise OSError(
+            f"`{folder}` cannot be written: {reason}. Make room there, or raise the limit of the size of files, and"
+            " run the same command again: it goes on from its last whole checkpoint."
+        ) from error
 
 
 def finish_axis(axis: "Axes"):

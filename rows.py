@@ -1,16 +1,21 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Rows of a data set, text or chats, and the token ids and labels that come of each."""
 
+import contextlib
 import functools
 import re
-from collections.abc import Callable
+import signal
+import threading
+from collections.abc import Callable, Iterator
 from os.path import commonprefix
 from pathlib import Path
 from typing import Any
 
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
-from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
+
+from .sources import check_rows
+from .untrusted import in_one_line
 
 
 # By suffix: the loader of `datasets`, and what it needs
@@ -23,6 +28,8 @@ LOADERS = {
     ".py": ("text", {"sample_by": "document"}),
 }
 IGNORED_LABEL = -100
+# A chat template is a program of whoever made the checkpoint; one of a thousand turns takes milliseconds
+SECONDS_OF_TEMPLATE = 10.0
 # In place of an answer, to see what a chat template puts around it: a character for private use
 STAND_IN = "\ue000"
 
@@ -36,6 +43,7 @@ def load_rows(source: str, config: str | None, split: str, streaming: bool = Fal
     Raises:
         ValueError: if it is not there, or has no such split.
     """
+    check_rows(source)
     path = Path(source).expanduser()
     if path.is_file():
         _check_whole(source, config, split)
@@ -51,8 +59,6 @@ def load_rows(source: str, config: str | None, split: str, streaming: bool = Fal
             )
         _check_whole(source, config, split)
         return _load_files(files)
-    if not path.exists() and (path.suffix in LOADERS or source.startswith((".", "/", "~"))):
-        raise ValueError(f"There is no file or folder `{source}`.")
     try:
         if (path / "dataset_dict.json").exists():
             return DatasetDict.load_from_disk(str(path))[split]
@@ -60,7 +66,7 @@ def load_rows(source: str, config: str | None, split: str, streaming: bool = Fal
     except Exception as error:  # of many kinds, and the way out is the same
         raise ValueError(
             f"The data set `{source}`{f' ({config})' if config else ''} has no split `{split}` to load:"
-            f" {type(error).__name__}: {str(error).splitlines()[0]}"
+            f" {in_one_line(error)}"
         ) from error
 
 
@@ -82,7 +88,7 @@ def _load_files(files: list[Path]) -> Dataset:
         return load_dataset(loader, data_files=[str(file) for file in files], split="train", **kwargs)
     except Exception as error:
         reason = error.__cause__ or error
-        raise ValueError(f"`{files[0]}` cannot be read as {loader}: {str(reason).splitlines()[0]}") from error
+        raise ValueError(f"`{files[0]}` cannot be read as {loader}: {in_one_line(reason)}") from error
 
 
 def kind_of_rows(columns: list[str], text_column: str | None = None) -> str:
@@ -163,18 +169,53 @@ def tokenize_chat(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> di
     messages = [{name: value for name, value in message.items() if value is not None} for message in messages]
     try:
         if re.search(r"\{%[-+]?\s*generation\b", tokenizer.get_chat_template()):
-            encoded = tokenizer.apply_chat_template(
-                messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
-            )
+            with template_time_limit():
+                encoded = tokenizer.apply_chat_template(
+                    messages, tokenize=True, return_dict=True, return_assistant_tokens_mask=True
+                )
             ids, answers = encoded["input_ids"], encoded["assistant_masks"]
         else:
-            text, spans = find_answers(messages, functools.partial(tokenizer.apply_chat_template, tokenize=False))
+            text, spans = find_answers(messages, functools.partial(render_chat, tokenizer))
             encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             ids = encoded["input_ids"]
             answers = [any(a <= start and stop <= b for a, b in spans) for start, stop in encoded["offset_mapping"]]
-    except (TemplateError, TypeError, NotImplementedError) as error:
-        raise ValueError(f"A chat cannot be put through the chat template: {error}.") from error
+    except ValueError:
+        raise
+    except Exception as error:  # of many kinds, as a template is a program
+        raise ValueError(f"A chat cannot be put through the chat template: {in_one_line(error)}.") from error
     return {"input_ids": ids, "labels": [i if answer else IGNORED_LABEL for i, answer in zip(ids, answers)]}
+
+
+@contextlib.contextmanager
+def template_time_limit() -> Iterator[None]:
+    """Inside, a chat template that does not come to an end is stopped, in the main thread, which signals go to.
+
+    Raises:
+        ValueError: if it is.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+
+    def stop(number, frame):
+        raise ValueError(
+            f"The chat template takes more than {SECONDS_OF_TEMPLATE:g} seconds for one chat: it may be in a loop"
+            " without end. Put another chat_template.jinja into the folder of the checkpoint."
+        )
+
+    before = signal.signal(signal.SIGALRM, stop)
+    signal.setitimer(signal.ITIMER_REAL, SECONDS_OF_TEMPLATE)
+    try:
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def render_chat(tokenizer: PreTrainedTokenizerBase, messages: list[dict], **kwargs: Any) -> str:
+    """A chat as the tokenizer's chat template has it, within a time."""
+    with template_time_limit():
+        return tokenizer.apply_chat_template(messages, tokenize=False, **kwargs)
 
 
 def find_answers(messages: list[dict], render: Callable[..., str]) -> tuple[str, list[tuple[int, int]]]:

@@ -2,9 +2,6 @@
 """Where a checkpoint comes from: a folder, or a repository on the Hub through its cache; and its config as it is."""
 
 import contextlib
-import json
-import os
-import stat
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,11 +17,15 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.utils import get_session
 
+from .untrusted import read_json
 
-# Of what is read whole into memory beside the weights; the largest of ours, `depth.json`, has some megabytes
-MAX_BYTES = 64 * 2**20
+
+# Of files with rows of a data set, see `rows.LOADERS`
+ROW_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".md", ".py")
 # Configuration classes make a name for each, in memory
 MAX_LABELS = 1_000_000
+# Nor are there models with so many layers, of which configuration classes make lists
+MAX_LAYERS = 10_000
 # Of the first request to the Hub, after which it is taken to be out of reach: the client itself tries six times
 HUB_TIMEOUT = 5
 # That of httpx or httpx2, whichever huggingface_hub stands on
@@ -66,7 +67,26 @@ def read_config_dict(source: str | Path, revision: str | None = None) -> dict:
     num_labels = config_dict.get("num_labels")
     if isinstance(num_labels, int | float) and not num_labels <= MAX_LABELS:
         raise ValueError(f"`num_labels={num_labels}` in `{path}` must be at most {MAX_LABELS:,}.")
+    _check_layers(config_dict, path)
     return config_dict
+
+
+def _check_layers(config_dict: dict, path: Path):
+    """Raise a `ValueError` for a number of layers that would fill the memory, in the config or in one within."""
+    for name, value in config_dict.items():
+        if isinstance(value, dict):
+            _check_layers(value, path)
+        elif not isinstance(value, int | float) or "size" in name:
+            continue
+        elif ("layer" in name or name == "num_blocks") and abs(value) > MAX_LAYERS:
+            raise ValueError(f"`{name}={value}` in `{path}` must be at most {MAX_LAYERS:,}.")
+
+
+def check_rows(source: str):
+    """Raise a `ValueError` for rows that are named like a file or a folder, and not like a data set, and not there."""
+    path = Path(source).expanduser()
+    if not path.exists() and (path.suffix in ROW_SUFFIXES or source.startswith((".", "/", "~"))):
+        raise ValueError(f"There is no file or folder `{source}`.")
 
 
 def hub_commit(source: str | Path, revision: str | None = None, file: str = "config.json") -> str | None:
@@ -133,50 +153,3 @@ def hub_errors_explained(source: str | Path, revision: str | None) -> Iterator[N
     else:
         return
     raise OSError(f"{message}.") from None
-
-
-def file_inside(folder: Path, name: str) -> Path | None:
-    """Where a file of a folder is in truth, `None` if there is none.
-
-    Raises:
-        ValueError: if it is a link out of the folder, or no regular file. In the Hub's cache files are links into the
-            folder `blobs` of their repository.
-    """
-    path, root = folder / name, folder.resolve()
-    if not os.path.lexists(path):
-        return None
-    try:
-        target = path.resolve(strict=True)
-    except (OSError, RuntimeError):  # of a loop of links, which depends on the version of Python
-        raise ValueError(f"`{path}` is a link to nowhere. Remove it.") from None
-    blobs = root.parent.parent / "blobs"
-    if not target.is_relative_to(root) and not (root.parent.name == "snapshots" and target.is_relative_to(blobs)):
-        raise ValueError(
-            f"`{path}` is a link out of the folder, to `{target}`. Put the file itself there, or remove the link."
-        )
-    if not stat.S_ISREG(target.stat().st_mode):
-        raise ValueError(f"`{path}` is not a regular file. Remove it.")
-    return target
-
-
-def read_inside(folder: Path, name: str, max_bytes: int = MAX_BYTES) -> bytes | None:
-    """The content of a file of a folder, `None` if there is none; errors as for `file_inside`, also of large ones."""
-    target = file_inside(folder, name)
-    if target is None:
-        return None
-    # What has taken its place meanwhile is not followed, nor waited for
-    with open(os.open(target, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
-        content = file.read(max_bytes + 1)
-    if len(content) > max_bytes:
-        raise ValueError(f"`{folder / name}` has more than {max_bytes / 1e6:.0f} MB, so it is not what it should be.")
-    return content
-
-
-def read_json(path: Path) -> dict:
-    try:
-        content = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"`{path}` is not JSON: {error}.") from None
-    if not isinstance(content, dict):
-        raise ValueError(f"`{path}` holds no JSON object.")
-    return content

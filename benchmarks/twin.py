@@ -135,12 +135,12 @@ def load_twin(checkpoint: str, dtype: torch.dtype, device: str) -> torch.nn.Modu
     Raises:
         ValueError, OSError: for what is no checkpoint of a language model.
     """
-    from ..checkpoint import open_checkpoint
+    from ..checkpoint import load_language_model, open_checkpoint
 
-    opened = open_checkpoint(checkpoint)
+    opened = open_checkpoint(checkpoint, follow_links=True)
     if opened.is_multimodal or not opened.has_lm_head:
         raise ValueError(f"`model={checkpoint!r}` is not a causal language model.")
-    model = AutoModelForCausalLM.from_pretrained(opened.folder, dtype=dtype, device_map=device).eval()
+    model = load_language_model(opened.folder, dtype=dtype, device_map=device).eval()
     if not isinstance(model.config, AttnResConfig):
         return model
     weights = {

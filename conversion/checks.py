@@ -170,7 +170,11 @@ def check_tensors(checkpoint: Checkpoint):
     with quiet_loading() as messages:
         try:
             _, info = checkpoint.auto_class.from_pretrained(
-                checkpoint.folder, device_map="meta", output_loading_info=True, trust_remote_code=False
+                checkpoint.folder,
+                device_map="meta",
+                output_loading_info=True,
+                trust_remote_code=False,
+                use_safetensors=True,
             )
         except (RuntimeError, ValueError) as error:
             # The names are in the report that transformers logs, a table of tensor, status and details

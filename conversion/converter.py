@@ -11,9 +11,11 @@ from transformers import PreTrainedConfig
 
 from ..checkpoint import PROJECTION_NAMES, QUERY_NAMES, Checkpoint, open_checkpoint
 from ..configuration_attnres import AttnResConfig
+from ..depth_probe import probe_sublayers
 from ..depth_queries import AttnResDepthQueries
 from ..depth_reads import Read
 from ..multimodal_attnres import AttnResMultimodalConfig
+from ..outputs import check_destination
 from ..reports import ConversionReport
 from ..saving_attnres import REMOTE_CODE_AUTO_MAP
 from ..sources import read_config_dict
@@ -30,7 +32,7 @@ from .checks import (
     refuse_trained_queries,
     refuse_unscaled_eps,
 )
-from .files import check_destination, hidden_folder
+from .files import hidden_folder
 from .gguf import find_gguf
 from .writing import write_checkpoint
 
@@ -68,7 +70,7 @@ def convert(
         destination: folder to write, which must not exist or be empty. It is there when everything is done, or not at
             all.
         block_size: sublayers per block.
-        num_blocks: number of blocks, 8 if nothing else is asked for.
+        num_blocks: number of blocks, 8 if nothing else is asked for, or fewer in a base of fewer sublayers.
         full: Full AttnRes, the same as `block_size=1`.
         revision: branch, tag or commit of a Hub id.
         link: hard links in place of copies of the weight files, on one disk.
@@ -123,12 +125,25 @@ def _convert(
 
     is_new = not is_attnres(checkpoint)
     config = (config_with_depth_attention if is_new else config_with_other_read)(checkpoint, blocks, read)
+    if not (is_new or blocks or read or self_contained):
+        size = checkpoint.text_config.attn_res_block_size
+        raise ValueError(
+            f"`{checkpoint.name}` is an AttnRes checkpoint already, with blocks of {size} sublayers: say which blocks"
+            " or which read it is to have, such as `--num-blocks 8`."
+        )
     check_head(checkpoint, config)
     if self_contained:
         config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
     notes = []
     if checkpoint.is_multimodal:
-        notes = ["compared on text; what reads images or sound is the base's, byte for byte"]
+        notes.append("compared on text; what reads images or sound is the base's, byte for byte")
+    num_blocks = num_blocks_of(depth_config(config))
+    if blocks.get("num_blocks", num_blocks) != num_blocks:
+        size = depth_config(config).attn_res_block_size
+        notes.append(
+            f"{blocks['num_blocks']} blocks were asked for, and the smallest that are no more are {num_blocks} of"
+            f" {size} sublayers"
+        )
     # The queries are zero, but other ones may be of other tensors
     is_other_query = not is_new and not {"attn_res_query", "attn_res_query_rank"}.isdisjoint(read)
     return write_checkpoint(
@@ -161,7 +176,8 @@ def config_with_depth_attention(
     checkpoint: Checkpoint, blocks: dict[str, int], read: dict[str, Any]
 ) -> PreTrainedConfig:
     config_class = AttnResMultimodalConfig if checkpoint.is_multimodal else AttnResConfig
-    blocks = blocks or {"num_blocks": DEFAULT_NUM_BLOCKS}
+    if not blocks:
+        blocks = {"num_blocks": min(DEFAULT_NUM_BLOCKS, sum(probe_sublayers(checkpoint.text_config)))}
     return config_class.from_base_config(checkpoint.config, **blocks, **read, attn_res_scale_norm_eps=True)
 
 
@@ -176,7 +192,7 @@ def config_with_other_read(checkpoint: Checkpoint, blocks: dict[str, int], read:
     refuse_unscaled_eps(checkpoint, "another block size would change what it computes")
     old = checkpoint.text_config
     if not blocks:
-        blocks = {"block_size": old.attn_res_block_size} if read else {"num_blocks": DEFAULT_NUM_BLOCKS}
+        blocks = {"block_size": old.attn_res_block_size}
     if read.get("attn_res_query") == "learned":
         read = {"attn_res_query_rank": None, **read}
     names = [f"attn_res_{of_read.name}" for of_read in fields(Read)]
@@ -186,6 +202,10 @@ def config_with_other_read(checkpoint: Checkpoint, blocks: dict[str, int], read:
     for name in ("attn_res_block_size", *names):
         setattr(depth_config(config), name, getattr(new, name))
     return config
+
+
+def num_blocks_of(config: AttnResConfig) -> int:
+    return -(-(config.num_sites - 1) // config.attn_res_block_size)
 
 
 def initial_queries(prefix: str, config: AttnResConfig) -> dict[str, torch.Tensor]:

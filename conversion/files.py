@@ -18,26 +18,6 @@ from safetensors.torch import save_file
 from ..checkpoint import INDEX_NAME, Checkpoint
 
 
-def check_destination(destination: str | Path, source: str | Path) -> Path:
-    """The folder to write, after a look that nothing is there and that nothing of the source would be touched.
-
-    Raises:
-        ValueError: otherwise.
-    """
-    path, folder = Path(destination).expanduser().absolute(), Path(source).expanduser()
-    if path.is_symlink():
-        raise ValueError(f"`{destination}` is a link, to `{path.readlink()}`; name the folder itself.")
-    if folder.is_dir() and path.resolve() == folder.resolve():
-        raise ValueError(f"`{destination}` is the source itself; name another folder.")
-    if folder.is_dir() and folder.resolve() in path.resolve().parents:
-        raise ValueError(f"`{destination}` is inside of the source; name a folder outside of it.")
-    if path.exists() and not path.is_dir():
-        raise ValueError(f"`{destination}` is a file; name a folder.")
-    if path.exists() and any(path.iterdir()):
-        raise ValueError(f"`{destination}` is not empty; name a new folder or delete it first.")
-    return path
-
-
 @contextlib.contextmanager
 def hidden_folder(path: Path, kind: str, num_bytes: int, way_out: str = "") -> Iterator[Path]:
     """A new folder beside `path` for what is not finished, removed at the end.

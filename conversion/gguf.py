@@ -5,6 +5,7 @@ import contextlib
 import functools
 import gc
 import re
+import struct
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
@@ -21,11 +22,16 @@ from transformers.utils import is_gguf_available, quantization_config
 from ..checkpoint import Checkpoint, open_checkpoint
 from ..reports import SourceWeights
 from ..sources import hub_can_be_reached, hub_errors_explained, local_folder
+from ..untrusted import check_inside
 from .running import quiet_loading
 
 
 SUFFIX = ".gguf"
 PART = re.compile(r"-\d{5}-of-\d{5}\.gguf$", re.IGNORECASE)
+# Kinds of values in a header: numbers as Python's `struct` calls them, and the two of other lengths
+NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
+STRING, ARRAY = 8, 9
+MAX_FIELD_NAME = 1 << 16
 # What holds numbers as they are; all other kinds are quantised
 FLOATS = ("F32", "F16", "BF16", "F64")
 
@@ -45,7 +51,9 @@ class GGUF:
             ValueError: if the file is damaged, or of an architecture of which transformers reads no GGUF files.
         """
         with self._errors_explained():
-            return AutoConfig.from_pretrained(self.path.parent, gguf_file=self.path.name).to_dict()
+            check_header(self.path)
+            arguments = {"gguf_file": self.path.name, "trust_remote_code": False}
+            return AutoConfig.from_pretrained(self.path.parent, **arguments).to_dict()
 
     @functools.cached_property
     def _reader(self) -> Any:
@@ -80,12 +88,15 @@ class GGUF:
             gc.collect()
             # Of a kind that transformers does not read there is none, as the report will say
             with contextlib.suppress(Exception):
-                AutoTokenizer.from_pretrained(self.path.parent, gguf_file=self.path.name).save_pretrained(folder)
+                tokenizer = AutoTokenizer.from_pretrained(
+                    self.path.parent, gguf_file=self.path.name, trust_remote_code=False
+                )
+                tokenizer.save_pretrained(folder)
         return replace(open_checkpoint(folder), name=self.name, commit=self.commit)
 
     def _load(self) -> transformers.PreTrainedModel:
         """The model in fp32, with no trace of the file in its config."""
-        arguments: dict[str, Any] = {"gguf_file": self.path.name, "dtype": torch.float32}
+        arguments: dict[str, Any] = {"gguf_file": self.path.name, "dtype": torch.float32, "trust_remote_code": False}
         # Where transformers can keep weights packed, it is told not to
         if hasattr(quantization_config, "GgufConfig"):
             arguments["quantization_config"] = quantization_config.GgufConfig(dequantize=True)
@@ -145,6 +156,61 @@ class GGUF:
             raise ValueError(f"`{self.name}` cannot be converted: {kind}{' '.join(str(error).split())}") from error
 
 
+def check_header(path: Path):
+    """Raise a `ValueError` for a header that announces more than the file holds, of which readers would make lists.
+
+    https://github.com/ggml-org/ggml/blob/master/docs/gguf.md
+    """
+    size = path.stat().st_size
+    with path.open("rb") as file:
+
+        def number(kind: str) -> Any:
+            found = file.read(struct.calcsize(kind))
+            if len(found) < struct.calcsize(kind):
+                raise ValueError("its header is cut off")
+            return struct.unpack(f"<{kind}", found)[0]
+
+        def skip(num_bytes: int):
+            if num_bytes > size - file.tell():
+                raise ValueError(f"its header announces {num_bytes:,} bytes where there are fewer")
+            file.seek(num_bytes, 1)
+
+        def value(kind: int) -> int | float | None:
+            """A number; strings and lists are passed over."""
+            if kind == STRING:
+                skip(number("Q"))
+            elif kind == ARRAY:
+                of_items, count = number("I"), number("Q")
+                if of_items in NUMBERS:
+                    skip(struct.calcsize(NUMBERS[of_items]) * count)
+                elif of_items != STRING or count > size:  # lists of lists are in no file
+                    raise ValueError(f"its header announces a list of {count:,} of kind {of_items}")
+                else:
+                    for _ in range(count):
+                        skip(number("Q"))
+            elif kind in NUMBERS:
+                return number(NUMBERS[kind])
+            else:
+                raise ValueError(f"its header has a value of an unknown kind, {kind}")
+            return None
+
+        if file.read(4) != b"GGUF":
+            raise ValueError("it is not a GGUF file")
+        number("I")  # the version
+        num_tensors, num_fields = number("Q"), number("Q")
+        if max(num_tensors, num_fields) > size:
+            raise ValueError(f"its header announces {num_tensors:,} tensors and {num_fields:,} fields")
+        for _ in range(num_fields):
+            length = number("Q")
+            if length > MAX_FIELD_NAME:
+                raise ValueError(f"its header has a name of {length:,} bytes")
+            name = file.read(length).decode(errors="replace")
+            found = value(number("I"))
+            # A block has several tensors
+            if name.endswith(".block_count") and found is not None and found > num_tensors:
+                raise ValueError(f"its header announces {found:,} blocks (`{name}`) and {num_tensors:,} tensors")
+
+
 def find_gguf(source: str | Path, gguf_file: str | None, revision: str | None) -> GGUF | None:
     """The GGUF file that is meant; `None` if it is not one but a checkpoint.
 
@@ -185,6 +251,7 @@ def _in_folder_or_repository(source: str | Path, gguf_file: str, revision: str |
         if not path.is_file():
             there = sorted(found.relative_to(folder).as_posix() for found in folder.rglob(f"*{SUFFIX}"))
             raise ValueError(f"`{source}` holds no `{gguf_file}`; its GGUF files are {', '.join(there) or 'none'}.")
+        check_inside(folder, [gguf_file], str(source))
         return GGUF(str(path), path, None)
     with hub_errors_explained(source, revision):
         try:

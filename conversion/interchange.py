@@ -26,9 +26,9 @@ from ..base_config import base_config_class
 from ..checkpoint import QUERY_NAMES, Checkpoint, config_errors_explained, open_checkpoint
 from ..configuration_attnres import AttnResConfig
 from ..depth_reads import Read
+from ..outputs import check_destination
 from ..reports import ConversionReport
 from ..sources import read_config_dict
-from .files import check_destination
 from .writing import write_checkpoint
 
 

@@ -66,7 +66,7 @@ def verify(
         ValueError: if the text is empty or too short, or the checkpoints cannot be compared at all.
         OSError: if one cannot be read.
     """
-    first, second = open_checkpoint(first, revision), open_checkpoint(second)
+    first, second = open_checkpoint(first, revision, follow_links=True), open_checkpoint(second, follow_links=True)
     return verify_checkpoints(first, second, text=text, max_tokens=max_tokens, device=device)
 
 

@@ -60,6 +60,7 @@ def loaded(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Iterator[
                 dtype=dtype,
                 device_map=device,
                 trust_remote_code=False,
+                use_safetensors=True,
                 offload_folder=offload_folder,
                 output_loading_info=True,
             )

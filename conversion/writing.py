@@ -10,10 +10,10 @@ from typing import Any
 
 import torch
 import transformers
-from transformers import AutoProcessor, AutoTokenizer, PreTrainedConfig
+from transformers import AutoProcessor, PreTrainedConfig
 
 from .. import __version__
-from ..checkpoint import REPORT_NAMES, Checkpoint, open_checkpoint, refuse_links_out
+from ..checkpoint import REPORT_NAMES, Checkpoint, load_tokenizer, open_checkpoint, refuse_links_out
 from ..configuration_attnres import AttnResConfig
 from ..depth_reads import Read
 from ..model_cards import CODE_FILES, code_files, inherited_metadata, weights_of, write_model_card
@@ -188,13 +188,13 @@ def keep_tokenizer(source: Checkpoint, folder: Path) -> list[str]:
             return ["no tokenizer came with it that loads here, and without running code of its own"]
         expected = tokenizer(sample, verbose=False).input_ids
         try:
-            written = AutoTokenizer.from_pretrained(folder)
+            written = load_tokenizer(folder)
             if written.__class__ is tokenizer.__class__ and written(sample).input_ids == expected:
                 return []
         except (ValueError, OSError, KeyError):
             pass  # no tokenizer is known for the model type
         tokenizer.save_pretrained(folder)
-        if AutoTokenizer.from_pretrained(folder)(sample).input_ids != expected:
+        if load_tokenizer(folder)(sample).input_ids != expected:
             raise ValueError(f"The tokenizer of `{source.name}` does not give the same tokens once copied.")
     return [f"tokenizer saved anew as `{tokenizer.__class__.__name__}`: the files do not name their class"]
 
@@ -210,12 +210,12 @@ def keep_processor(source: Checkpoint, folder: Path) -> list[str]:
             reason = " ".join(str(error).split())[:200]
             return [f"its processor does not load here, so it was copied unseen: {reason}"]
         try:
-            written = AutoProcessor.from_pretrained(folder)
+            written = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
             if type(written) is type(expected) and written.to_dict() == expected.to_dict():
                 return []
         except (ValueError, OSError, KeyError):
             pass  # none is known for the model type
         expected.save_pretrained(folder)
-        if type(AutoProcessor.from_pretrained(folder)) is not type(expected):
+        if type(AutoProcessor.from_pretrained(folder, trust_remote_code=False)) is not type(expected):
             raise ValueError(f"The processor of `{source.name}` does not load once copied.")
     return [f"processor saved anew as `{type(expected).__name__}`: the files do not name its class"]

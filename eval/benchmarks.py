@@ -8,10 +8,10 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
-import yaml
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
+from ..untrusted import parse_yaml
 from . import cruxeval
 from .code_answers import NotForChat, take_programs_from_chat
 from .models import EvalOptions
@@ -53,7 +53,7 @@ def load_suite(name: str | Path) -> list[Benchmark]:
     path = resources.files(__package__).joinpath(f"suites/{name}.yaml") if str(name) in SUITES else Path(name)
     if not path.is_file():
         raise ValueError(f"`suite={str(name)!r}` is neither one of {', '.join(SUITES)} nor a file.")
-    rows = yaml.safe_load(path.read_text(encoding="utf-8"))
+    rows = parse_yaml(path.read_text(encoding="utf-8"), f"`{name}`")
     if not isinstance(rows, list) or not rows:
         raise ValueError(f"`{name}` is not a list of benchmarks.")
     return [_benchmark(row, str(name)) for row in rows]

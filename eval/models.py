@@ -11,10 +11,12 @@ from huggingface_hub import snapshot_download
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
-from transformers import AutoTokenizer
 
+from ..checkpoint import check_adapter, check_shapes, load_tokenizer
 from ..fingerprint import checkpoint_fingerprint
-from ..sources import hub_commit
+from ..rows import template_time_limit
+from ..sources import hub_commit, read_config_dict
+from ..untrusted import check_folder, stranger_errors_explained
 
 
 @dataclass(frozen=True)
@@ -53,12 +55,18 @@ class EvalModel:
 
         Raises:
             OSError: if there is neither such a folder nor such a repository.
+            ValueError: if a folder holds what is not read from strangers, see `check_folder`.
         """
         commit = hub_commit(self.path, self.revision)
+        read_config_dict(self.path, commit)
+        if commit is None:
+            check_folder(self.path, follow_links=True)
         resolved = replace(self, path=_absolute(self.path) if commit is None else self.path, revision=commit)
         if self.peft is None:
             return resolved
         commit = hub_commit(self.peft, self.peft_revision, file="adapter_config.json")
+        if commit is None:
+            check_adapter(self.peft)
         return replace(resolved, peft=_absolute(self.peft) if commit is None else self.peft, peft_revision=commit)
 
     def fingerprint(self) -> dict[str, Any]:
@@ -78,7 +86,7 @@ def _fingerprint(path: str, commit: str | None) -> dict[str, str]:
 
 def check_chat_template(model: EvalModel):
     """Raise a `ValueError` if a model has no chat template."""
-    if not AutoTokenizer.from_pretrained(model.path, revision=model.revision or "main").chat_template:
+    if not load_tokenizer(model.path, model.revision).chat_template:
         raise ValueError(
             f"`{model.path}` has no chat template, and the prompts are to be put into one. Evaluate it without"
             " `--apply-chat-template` and the suite `chat`, or add its chat_template.jinja."
@@ -92,6 +100,10 @@ class TransformersLM(HFLM):
         super().__init__(*args, **kwargs)
         # One for each answer, until it is reported to the cache hook
         self.cut_off: collections.deque[bool] = collections.deque()
+
+    def apply_chat_template(self, *args, **kwargs) -> str:
+        with template_time_limit():
+            return super().apply_chat_template(*args, **kwargs)
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs) -> torch.Tensor:
         sequences = super()._model_generate(context, max_length, stop, **kwargs)
@@ -109,12 +121,22 @@ def load_model(model: EvalModel, options: EvalOptions, device: str, batch_size: 
     peft = model.peft
     if model.peft_revision is not None:
         peft = snapshot_download(model.peft, revision=model.peft_revision)
-    arguments = {"pretrained": model.path, "revision": model.revision or "main", "dtype": options.dtype}
+        check_adapter(peft)
+    arguments: dict[str, Any] = {
+        "pretrained": model.path,
+        "revision": model.revision or "main",
+        "dtype": options.dtype,
+    }
     if options.backend == "vllm":
         if peft is not None:
             arguments["lora_local_path"] = peft
         return get_model("vllm").create_from_arg_obj(arguments, {"batch_size": batch_size, "device": device})
-    lm = TransformersLM(**arguments, peft=peft, device=device, batch_size=batch_size, backend="causal")
+    arguments |= {"trust_remote_code": False, "use_safetensors": True}
+    what = f"`{model.path}` does not load" if peft is None else f"`{model.peft}` does not fit `{model.path}`"
+    if model.revision is None:
+        check_shapes(Path(model.path))
+    with stranger_errors_explained(what):
+        lm = TransformersLM(**arguments, peft=peft, device=device, batch_size=batch_size, backend="causal")
     if hasattr(lm, "accelerator"):
         # lm-eval divides the documents among processes only where there are several GPUs in one machine; elsewhere
         # each process would do all of them and think itself the first

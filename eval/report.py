@@ -29,7 +29,7 @@ from matplotlib import pyplot as plt
 
 from ..markup import escaped, figure_text, sentence
 from ..outputs import COLOURS, write_figure, write_file
-from ..sources import read_inside
+from ..untrusted import parse_json, read_inside
 from .benchmarks import Benchmark
 from .models import EvalModel, EvalOptions
 from .saved import Finished, ModelResults, output_folder, set_aside
@@ -271,8 +271,8 @@ def read(folder: Path) -> dict[str, Any]:
     if content is None:
         raise ValueError(f"`{folder}` holds no results.json; `attnres eval` writes one.")
     try:
-        results = json.loads(content)
-        schema = results["schema"] if isinstance(results, dict) and "schema" in results else None
+        results = parse_json(content, f"`{path}`")
+        schema = results.get("schema")
         if schema == SCHEMA:
             table(results)  # which needs most of it
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:

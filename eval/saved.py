@@ -20,10 +20,9 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import xxhash
-from filelock import FileLock, Timeout
 from lm_eval.api.model import LM, CacheHook, CachingLM, hash_args
 
-from ..outputs import write_file
+from ..outputs import only_run_in, write_file
 from ..runtime import is_first_process
 
 
@@ -39,8 +38,6 @@ logger = logging.getLogger(__name__)
 def output_folder(path: str | Path) -> Iterator[Path]:
     """The folder, made if it is not there, for this run alone; the processes of one run share it.
 
-    The lock is one of the operating system, which lets go of it when a process ends, however it does.
-
     Raises:
         ValueError: if it is a file.
         OSError: if another run is writing there.
@@ -52,16 +49,8 @@ def output_folder(path: str | Path) -> Iterator[Path]:
     if not is_first_process():
         yield path  # the first process has the lock, or ends the run
         return
-    (path / "models").mkdir(parents=True, exist_ok=True)
-    lock = FileLock(path / "models" / ".lock")
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        raise OSError(f"Another run is writing `{path}`. Wait until it is done, or name another folder.") from None
-    try:
+    with only_run_in(path, "models/.lock"):
         yield path
-    finally:
-        lock.release()
 
 
 def set_aside(path: Path, reason: str):

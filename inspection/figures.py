@@ -100,7 +100,7 @@ def _heat_maps(panels: list[tuple[str, DepthStatistics, np.ndarray, str | Colorm
 
 
 def _label_heat_map(axis: Axes, statistics: DepthStatistics, title: str):
-    axis.set_title(title, fontsize=10)
+    axis.set_title(figure_text(title), fontsize=10)
     axis.set_xlabel(f"source: E embedding, then {'blocks' if statistics.block_size > 1 else 'sublayers'}")
     alternating = all(site.kind in (("attention", "mlp")[site.site % 2], "final") for site in statistics.sites)
     axis.set_ylabel("site (even: attention, odd: MLP)" if alternating else "site")

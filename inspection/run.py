@@ -5,20 +5,23 @@ import json
 import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
+from ..checkpoint import load_config, load_language_model, load_tokenizer
 from ..configuration_attnres import AttnResConfig
 from ..conversion.parity import read_sample
 from ..fingerprint import checkpoint_fingerprint
-from ..outputs import write_file
+from ..outputs import check_writable, write_file
 from ..runtime import default_device, is_dtype, reason_against_device
-from ..sources import hub_commit, read_config_dict
+from ..sources import hub_commit
+from ..untrusted import check_folder
 from .effects import ablate, gradient_rms
 from .measure import DepthStatistics, check_is_attnres, measure, read_excerpt, source_names
 from .text import pieces, read_windows, tokens_of_dataset, tokens_of_text
@@ -116,12 +119,7 @@ class InspectedModel:
         return "/".join(Path(self.path).absolute().parts[-2:]) if Path(self.path).exists() else self.path
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
-        try:
-            return AutoTokenizer.from_pretrained(self.path, revision=self.commit or "main")
-        except (ValueError, OSError) as error:
-            raise ValueError(
-                f"`{self.path}` has no tokenizer that loads here: {str(error).splitlines()[0]}"
-            ) from error
+        return load_tokenizer(self.path, self.commit)
 
 
 def check_request(
@@ -142,6 +140,9 @@ def check_request(
             raise ValueError(f"`{name}={value!r}` is of a data set: name one with `dataset`.")
     if Path(output).is_file():
         raise ValueError(f"`{output}` is a file; name a folder.")
+    check_writable(Path(output))
+    if find_spec("matplotlib") is None:
+        raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
     if texts["file"] is not None and not Path(texts["file"]).is_file():
         raise ValueError(f"There is no file `{texts['file']}`.")
 
@@ -238,20 +239,17 @@ def write_results(statistics: list[DepthStatistics], output: Path) -> dict[str, 
 
 def found_model(path: str, commit: str | None) -> InspectedModel:
     """An AttnRes checkpoint, not loaded; errors as for `read_config_dict` and `check_is_attnres`."""
+    if commit is None:
+        check_folder(path, follow_links=True)
     fingerprint = checkpoint_fingerprint(path) if commit is None else None
-    config = _config(path, commit)
+    config = load_config(path, commit)
     check_is_attnres(config, path)
     return InspectedModel(path, commit, fingerprint, config)
 
 
-def _config(path: str, commit: str | None) -> PreTrainedConfig:
-    read_config_dict(path, commit)  # tells at once what is wrong with it
-    return AutoConfig.from_pretrained(path, revision=commit or "main")
-
-
 def check_base(base: str, inspected: list[InspectedModel]):
     """Raise a `ValueError` unless it is a PreNorm model of the same size."""
-    of_base = _config(base, hub_commit(base))
+    of_base = load_config(base, hub_commit(base))
     if of_base.model_type == "attnres":
         raise ValueError(f"`base={base!r}` is an AttnRes model: its PreNorm base is what is drawn beside.")
     for model in inspected:
@@ -269,4 +267,4 @@ def _weights_per_token(config: AttnResConfig) -> int:
 
 
 def _load(path: str, dtype: str, device: str, commit: str | None = None) -> nn.Module:
-    return AutoModelForCausalLM.from_pretrained(path, revision=commit or "main", dtype=dtype).to(device).eval()
+    return load_language_model(path, revision=commit or "main", dtype=dtype).to(device).eval()

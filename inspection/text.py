@@ -8,6 +8,8 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..untrusted import in_one_line
+
 
 PIECE = 1 << 20  # characters of a file to tokenise at once
 
@@ -57,7 +59,7 @@ def tokens_of_dataset(
     try:
         first = next(rows, None)
     except Exception as error:  # of many kinds, when a stream starts
-        raise ValueError(f"`{dataset}` cannot be read: {str(error.__cause__ or error).splitlines()[0]}") from error
+        raise ValueError(f"`{dataset}` cannot be read: {in_one_line(error.__cause__ or error)}") from error
     if first is None:
         raise ValueError(f"`{dataset}` is empty: there is nothing to read.")
     of_row = row_tokenizer(list(first), tokenizer)

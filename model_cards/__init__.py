@@ -5,7 +5,6 @@
 """
 
 import hashlib
-import json
 from collections import Counter
 from dataclasses import asdict
 from importlib import resources
@@ -14,7 +13,6 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
 
 import torch
-import yaml
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.errors import HFValidationError
 from huggingface_hub.repocard import REGEX_YAML_BLOCK
@@ -31,7 +29,7 @@ from ..installation import how_to_install
 from ..markup import Markdown, code, escaped, plain_markdown, render, sentence
 from ..outputs import write_file
 from ..reports import SourceWeights, VerificationReport
-from ..sources import file_inside, read_inside
+from ..untrusted import file_inside, in_one_line, parse_json, parse_yaml, read_inside
 
 
 if TYPE_CHECKING:
@@ -339,7 +337,7 @@ def read_report(folder: Path) -> tuple[dict[str, Any] | None, VerificationReport
     if content is None:
         return None, None
     try:
-        report = json.loads(content)
+        report = parse_json(content, "it")
         verification = report["verification"]
         verification = None if verification is None else VerificationReport.from_dict(verification)
         if verification is not None:
@@ -402,7 +400,7 @@ def _inspection(folder: Path) -> dict[str, Any] | None:
     if content is None:
         return None
     try:
-        results = json.loads(content)
+        results = parse_json(content, f"`{path}`")
         models = [
             {"name": model["model"], "state": model.get("fingerprint") or model.get("commit")}
             for model in results["models"]
@@ -426,15 +424,16 @@ def read_metadata(card: Path) -> dict[str, Any]:
         return {}
     try:
         block = REGEX_YAML_BLOCK.search(content.decode("utf-8-sig"))
-        metadata = (yaml.safe_load(block[2]) if block else None) or {}
-    except (UnicodeDecodeError, yaml.YAMLError, ValueError, RecursionError) as error:
-        raise ValueError(
-            f"`{card}` cannot be read, mend or remove it: {type(error).__name__}: {' '.join(str(error).split())}"
-        ) from None
-    if not isinstance(metadata, dict) or not all(isinstance(name, str) for name in metadata):
-        raise ValueError(f"`{card}` cannot be read, mend or remove it: its metadata is no mapping of names.")
-    if not isinstance(metadata.get("tags"), list | str | None):
-        raise ValueError(f"`{card}` cannot be read, mend or remove it: its `tags` are {metadata['tags']!r}, no list.")
+        metadata = (parse_yaml(block[2], "its metadata") if block else None) or {}
+        if not isinstance(metadata, dict) or not all(isinstance(name, str) for name in metadata):
+            raise ValueError("its metadata is no mapping of names")
+        for name in ("tags", "base_model", "language"):
+            value = metadata.get(name) or []
+            if not all(isinstance(item, str) for item in (value if isinstance(value, list) else [value])):
+                raise ValueError(f"`{name}: {value!r:.60}` in its metadata is no text and no list of texts")
+        ModelCardData(**metadata)
+    except Exception as error:  # of many kinds, of what is in it
+        raise ValueError(f"`{card}` cannot be read, mend or remove it: {in_one_line(error)}") from None
     return metadata
 
 

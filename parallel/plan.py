@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from attnres.base_classes import DepthReader
 from attnres.configuration_attnres import AttnResConfig
 from attnres.depth_pipeline import count_tensors
-from attnres.depth_probe import FirstOfAll, decoder_layers, move_off_meta, probe_slices
+from attnres.depth_probe import FirstOfAll, decoder_layers, move_off_meta, probe_slices, probe_sublayers
 from attnres.depth_queries import AttnResDepthQueries
 from attnres.families import read_decoder_config
 from attnres.modeling_attnres import AttnResForCausalLM
@@ -103,7 +103,7 @@ def plan_checkpoint(model: str, layout: Layout, num_blocks: int | None = None) -
     """
     config = read_decoder_config(model)
     if not isinstance(config, AttnResConfig):
-        config = AttnResConfig.from_base_config(config, num_blocks=num_blocks or 8)
+        config = AttnResConfig.from_base_config(config, num_blocks=num_blocks or min(8, sum(probe_sublayers(config))))
     elif num_blocks is not None:
         raise ValueError(
             f"`{model}` is an AttnRes checkpoint and has its blocks: leave `num_blocks={num_blocks}` out."

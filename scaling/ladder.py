@@ -24,6 +24,7 @@ from ..benchmarks.twin import alternate
 from ..outputs import write_file
 from ..training import pretrain
 from ..training.pretrain import PretrainArguments, read_model_config
+from ..untrusted import read_yaml
 
 
 TUNING_SEED = 100  # the first one; those below are of what is compared
@@ -144,7 +145,7 @@ def read_ladder(path: str | Path) -> Ladder:
     Raises:
         ValueError: if a field is missing, unknown or does not fit, with its name.
     """
-    values = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    values = read_yaml(path)
     if not isinstance(values, dict):
         raise ValueError(f"`{path}` is not a list of `field: value`.")
     known = {f.name: f for f in dataclasses.fields(Ladder)}

@@ -13,6 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
+from ..markup import figure_text  # noqa: E402
 from ..outputs import COLOURS, write_figure  # noqa: E402
 from .fit import read_losses  # noqa: E402
 from .ladder import LADDER_FILE, read_ladder  # noqa: E402
@@ -48,7 +49,7 @@ def plot_ladder(output: str | Path) -> list[Path]:
     figure, (ours, paper) = plt.subplots(1, 2, figsize=(9.6, 4.2), layout="constrained")
     for (arm, found), colour, (marker, line) in zip(results["arms"].items(), cycle(COLOURS), cycle(STYLES)):
         along = np.geomspace(compute[0], compute[-1])
-        label = f"{arm}: {found['A']:.2f} C$^{{-{found['b']:.3f}}}$"
+        label = f"{figure_text(arm)}: {found['A']:.2f} C$^{{-{found['b']:.3f}}}$"
         ours.plot(along, found["A"] * along ** -found["b"], linestyle=line, color=colour)
         ours.plot(compute, losses[arm].T, marker, color=colour, markersize=4, alpha=0.6)
         ours.plot([], [], marker=marker, linestyle=line, color=colour, label=label)

@@ -7,6 +7,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from ..untrusted import check_folder
+
 
 def serve_with_transformers(model: str | None, options: list[str]):
     """Run the server of transformers until it is ended.
@@ -65,6 +67,7 @@ def _check_folder(model: str | None):
         return
     folder = Path(model).expanduser()
     if (folder / "config.json").exists():
+        check_folder(folder, follow_links=True)
         return
     if (folder / "adapter_config.json").exists():
         raise ValueError(

@@ -147,7 +147,7 @@ MUTATIONS = [
     ("parallel/prefill.py", "types.MethodType(functools.partial(start_divided, group=group), model.trunk)", "functools.partial(start_divided, model.trunk, group=group)", PIPELINES),
     # Pretraining
     ("training/stream.py", "yield self._finished(row, (epoch, number, token))", "yield self._finished(row, (epoch, number, 0))", PRETRAINING),
-    ("training/stages.py", 'model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")', "pass", PRETRAINING),
+    ("training/stages.py", 'model = load_language_model(checkpoint, dtype="float32")', "pass", PRETRAINING),
     ("training/optimizer.py", "            part.state = self.state\n", "", PRETRAINING),
     ("training/stages.py", "                dist.all_reduce(part, group=mesh.get_group())", "                pass", PRETRAINING),
     ("training/stages.py", "register_parameter(leaf, model.get_parameter(first))", "register_parameter(leaf, parameters[first])", PRETRAINING),

@@ -10,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 
@@ -252,3 +253,79 @@ def test_json_of_what_is_not_a_number(tmp_path, monkeypatch, run_attnres, capsys
 def test_json_of_what_is_for_people(tmp_path, run_attnres, capsys):
     assert run_attnres("finetune", tmp_path / "run.yaml", "--show-batch", "--json") == 2
     assert "--show-batch is for people" in " ".join(capsys.readouterr().err.split())
+
+
+# What each command is given first, a path that is not there or a folder that cannot be written
+MISTYPED = [
+    (["demo", "--model", "./nope"], "There is no folder `./nope`"),
+    (["families", "--probe", "./nope"], "There is no folder `./nope`"),
+    (["convert", "./nope", "out"], "There is no folder `./nope`"),
+    (["convert", "nope.gguf", "out"], "There is no file `nope.gguf`"),
+    (["convert", "base", "base/out"], "is inside of the source"),
+    (["convert", "base", "out", "--verify-text", "nope.txt"], "There is no file `nope.txt`"),
+    (["convert", "base", "file/out"], "is a file; name a folder"),
+    (["revert", "./nope", "out"], "There is no folder `./nope`"),
+    (["verify", "base", "./nope"], "There is no folder `./nope`"),
+    (["import", "./nope", "out"], "There is no folder `./nope`"),
+    (["export", "./nope", "out", "--to", "fla"], "There is no folder `./nope`"),
+    (["pretrain", "nope.yaml"], "There is no file `nope.yaml`"),
+    (["finetune", "run.yaml"], "There is no folder `./nope`"),
+    (["finetune", "run.yaml", "model=base", "dataset=nope.jsonl"], "There is no file or folder `nope.jsonl`"),
+    (["finetune", "run.yaml", "model=base", "output_dir=file/out"], "is a file; name a folder"),
+    (["eval", "base", "./nope", "--suite", "quick"], "There is no folder `./nope`"),
+    (["eval", "base", "--suite", "quick", "-o", "file/out"], "is a file; name a folder"),
+    (["report", "nope"], "There is no folder `nope`"),
+    (["inspect", "base", "--base", "./nope"], "There is no folder `./nope`"),
+    (["inspect", "base", "--file", "nope.txt"], "There is no file `nope.txt`"),
+    (["inspect", "base", "-o", "file/out"], "is a file; name a folder"),
+    (["bench", "--model", "./nope"], "There is no folder `./nope`"),
+    (["plan", "./nope"], "There is no folder `./nope`"),
+    (["scaling", "run", "nope.yaml"], "There is no file `nope.yaml`"),
+    (["serve", "./nope"], "is not a checkpoint"),
+    (["card", "./nope"], "There is no folder `nope`"),
+    (["push", "./nope", "someone/x"], "There is no folder `nope`"),
+]
+# Packages that are not installed, and who says so
+MISSING = {"inspect": "matplotlib", "finetune": "trl", "eval": "lm_eval", "bench": "matplotlib", "scaling": "scipy"}
+BEFORE_TORCH = """
+import importlib.util, json, sys
+import attnres.cli_checks
+from attnres.cli import main
+
+def run(arguments):
+    sys.argv = ["attnres", *arguments]
+    try:
+        main()
+    except SystemExit as end:
+        print(json.dumps([end.code, "torch" in sys.modules or "transformers" in sys.modules]))
+    print("---", file=sys.stderr)
+
+cases, missing = json.loads(sys.argv[1])
+for arguments in cases:
+    run(arguments)
+for command, name in missing.items():
+    attnres.cli_checks.find_spec = lambda other: None if other == name else importlib.util.find_spec(other)
+    run([command, *{"finetune": ["good.yaml"], "scaling": ["fit"], "bench": []}.get(command, ["base"])])
+"""
+
+
+def test_paths_and_packages_are_checked_before_torch_is_imported(base, tmp_path):
+    """In a process of its own, in which nothing has imported torch yet; and nothing is written."""
+    shutil.copytree(base, tmp_path / "base")
+    (tmp_path / "file").write_text("")
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "a"}\n')
+    for name, model in (("run", "./nope"), ("good", "base")):
+        fields = {"model": model, "dataset": "rows.jsonl", "output_dir": "out"}
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(fields))
+    before = sorted(tmp_path.rglob("*"))
+    cases = json.dumps([[arguments for arguments, _ in MISTYPED], MISSING])
+    command = [sys.executable, "-c", BEFORE_TORCH, cases]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    ends = [json.loads(line) for line in result.stdout.splitlines()]
+    errors = result.stderr.split("---\n")
+    assert ends == [[1, False]] * (len(MISTYPED) + len(MISSING)), result.stdout + result.stderr
+    messages = [message for _, message in MISTYPED] + [f"{name} is not installed" for name in MISSING.values()]
+    for message, error in zip(messages, errors):
+        assert message in error and error.count("\n") == 1, (message, error)
+    assert sorted(tmp_path.rglob("*")) == before

@@ -173,6 +173,25 @@ def test_change_of_blocks(base, tmp_path):
     assert_same_tensors(tensors(tmp_path / "again"), tensors(base))
 
 
+def test_blocks_are_those_that_were_asked_for(base, tmp_path):
+    """More of them than sublayers are no Full AttnRes in silence, and without a number nothing changes."""
+    for number in (9, 1000):
+        with pytest.raises(ValueError, match=f"`num_blocks={number}` is more than the 8 sublayers of this base"):
+            convert(base, tmp_path / "attnres", num_blocks=number, verify=False)
+    report = convert(base, tmp_path / "attnres", num_blocks=3, verify=False)
+    assert not any("asked for" in note for note in report.notes)
+    with pytest.raises(ValueError, match="is an AttnRes checkpoint already, with blocks of 3 sublayers: say which"):
+        convert(tmp_path / "attnres", tmp_path / "again", verify=False)
+    assert not (tmp_path / "again").exists()
+    report = convert(tmp_path / "attnres", tmp_path / "again", num_blocks=7, verify=False)
+    assert report.block_size == 2 and any(
+        note.startswith("7 blocks were asked for, and the smallest that are no more are 4 of 2")
+        for note in report.notes
+    )
+    report = convert(tmp_path / "attnres", tmp_path / "whole", self_contained=True, verify=False)
+    assert report.block_size == 3
+
+
 def test_trained_queries_are_not_lost(base, tmp_path):
     convert(base, tmp_path / "attnres", block_size=3, verify=False)
     model = randomize_queries(AutoModelForCausalLM.from_pretrained(tmp_path / "attnres"))

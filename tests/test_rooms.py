@@ -17,8 +17,8 @@ ROOMS = (
     *("library_lookups", "base_classes"),
     *("depth_forward", "generation_attnres", "depth_pipeline", "saving_attnres", "modeling_attnres"),
     "multimodal_attnres",
-    *("installation", "markup", "outputs", "runtime", "fingerprint", "rows", "sources", "checkpoint", "reports"),
-    *("families", "liger"),
+    *("installation", "markup", "outputs", "untrusted", "runtime", "fingerprint", "sources", "rows"),
+    *("checkpoint", "reports", "families", "liger"),
     *(
         "eval",
         "model_cards",
@@ -33,7 +33,7 @@ ROOMS = (
         "scaling",
         "console",
     ),
-    *("cli_convert", "cli_measure", "cli", "__main__"),
+    *("cli_checks", "cli_convert", "cli_measure", "cli", "__main__"),
 )
 # What is imported when it is first needed, by a file that is loaded before it
 UPWARD = {

@@ -14,11 +14,13 @@ from typing import Any, TypeVar
 import torch
 import yaml
 from peft import LoraConfig, get_peft_model
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, get_scheduler
+from transformers import AutoModelForCausalLM, PreTrainedConfig, get_scheduler
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from ..base_config import base_config_class
+from ..checkpoint import load_config
+from ..untrusted import check_folder, read_yaml
 from .adapters import lora_config, queries_config
 from .trainer import AttnResTrainingArguments
 
@@ -123,16 +125,15 @@ def read_config(
         path = Path(config)
         if not path.is_file():
             raise ValueError(f"There is no file `{path}`.")
-        try:
-            config = yaml.safe_load(path.read_text(encoding="utf-8"))
-        except yaml.YAMLError as error:
-            raise ValueError(f"`{path}` is not valid YAML: {' '.join(str(error).split())}") from None
+        config = read_yaml(path)
         if not isinstance(config, dict):
             raise ValueError(f"`{path}` is not a list of `field: value`.")
     config = {**config, **(overrides or {})}
     kinds = {**typing.get_type_hints(AttnResTrainingArguments), **typing.get_type_hints(of_run)}
     known = {f.name for cls in (AttnResTrainingArguments, of_run) for f in dataclasses.fields(cls) if f.init}
     for name in config:
+        if not isinstance(name, str):
+            raise ValueError(f"`{name}` is not the name of a field.")
         if name not in known:
             close = difflib.get_close_matches(name, known, n=1)
             raise ValueError(f"There is no field `{name}`" + (f"; is it `{close[0]}`?" if close else "."))
@@ -352,4 +353,6 @@ def read_model_config(arguments: FinetuneArguments) -> PreTrainedConfig:
         raise ValueError(f"There is no folder `{arguments.model}`.")
     if arguments.revision is not None and Path(arguments.model).is_dir():
         raise ValueError(f"`revision: {arguments.revision}` is for a Hub id, and `{arguments.model}` is a folder.")
-    return AutoConfig.from_pretrained(arguments.model, revision=arguments.revision)
+    if Path(arguments.model).expanduser().is_dir():
+        check_folder(arguments.model, follow_links=False)
+    return load_config(arguments.model, arguments.revision)

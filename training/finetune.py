@@ -7,8 +7,9 @@ import functools
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,6 @@ from huggingface_hub import hf_hub_download
 from peft import get_peft_model, prepare_model_for_kbit_training
 from rich.text import Text
 from transformers import (
-    AutoModelForCausalLM,
-    AutoTokenizer,
     BitsAndBytesConfig,
     DataCollatorForSeq2Seq,
     EarlyStoppingCallback,
@@ -29,12 +28,21 @@ from transformers import (
     set_seed,
 )
 
+from ..checkpoint import load_language_model, load_tokenizer
 from ..inspection.callback import DepthMapCallback
 from ..model_cards import inherited_metadata, read_metadata, write_adapter_card, write_model_card
-from ..outputs import write_file
+from ..outputs import disk_errors_explained, only_run_in, write_file
 from ..rows import IGNORED_LABEL, kind_of_rows, load_rows
 from ..sources import HTTPError, hub_can_be_reached
+from ..untrusted import read_yaml
 from . import data
+from .checkpoints import (
+    check_same_run,
+    last_whole_checkpoint,
+    model_fingerprint,
+    pass_over,
+    rows_fingerprint,
+)
 from .config import (
     FinetuneArguments,
     cannot_pack,
@@ -48,6 +56,10 @@ from .config import (
 from .curves import plot_curves
 from .show import render_batch
 from .trainer import AttnResTrainer, AttnResTrainingArguments
+
+
+RUN_FILE = "finetune.yaml"
+LOCK = ".lock"
 
 
 @dataclass(frozen=True)
@@ -98,23 +110,59 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
     """
     config = read_config(config, overrides)
     run = prepare(config)
-    model = load_model(run)
-    if run.packed and (reason := data.sees_other_documents(model)) is not None:
-        if run.arguments.packing:
-            raise ValueError(f"`packing: true` is not possible here: {reason}. Set `packing: false`.")
-        if run.training.process_index == 0:
-            print(f"Rows are not packed: {reason}.")
-        run = prepare(config, may_pack=False)
-    arguments, training, output = run.arguments, run.training, Path(run.arguments.output_dir)
+    output = Path(run.arguments.output_dir)
+    with run_folder(output, config, RUN_FILE, run.training), disk_errors_explained(output):
+        model = load_model(run)
+        if run.packed and (reason := data.sees_other_documents(model)) is not None:
+            if run.arguments.packing:
+                raise ValueError(f"`packing: true` is not possible here: {reason}. Set `packing: false`.")
+            if run.training.process_index == 0:
+                print(f"Rows are not packed: {reason}.")
+            run = prepare(config, may_pack=False)
+        fingerprints = {
+            "model": model_fingerprint(run.arguments.model, run.arguments.revision),
+            "rows": rows_fingerprint(run.train),
+            "held_out": rows_fingerprint(run.held_out),
+        }
+        checkpoint = begin(run.training, config, RUN_FILE, fingerprints)
+        return train(run, model, checkpoint, fingerprints)
 
-    output.mkdir(parents=True, exist_ok=True)
+
+def begin(
+    training: AttnResTrainingArguments,
+    config: dict[str, Any],
+    file: str,
+    fingerprints: dict[str, str | None],
+    over_stages: bool = False,
+) -> str | None:
+    """Write down the fields of a run, and find the checkpoint that it goes on from.
+
+    Args:
+        over_stages: whether that is one of the loop over stages.
+
+    Raises:
+        ValueError: if that was trained on something else.
+    """
+    output = Path(training.output_dir)
+    checkpoint = last_whole_checkpoint(output, 0) if over_stages else checkpoint_to_resume(training)
+    check_same_run(output, checkpoint, fingerprints)
     if training.process_index == 0:
-        write_file(output / "finetune.yaml", yaml.safe_dump(config, sort_keys=True))
-    checkpoint = checkpoint_to_resume(training)
+        write_file(output / file, yaml.safe_dump(config, sort_keys=True))
+        if not training.save_only_model:
+            pass_over(output, checkpoint)
+    return checkpoint
+
+
+def train(
+    run: "Run", model: torch.nn.Module, checkpoint: str | None, fingerprints: dict[str, str | None]
+) -> FinetuneResult:
+    """Train until the end, from a checkpoint if there is one, and keep what came of it."""
+    arguments, training, output = run.arguments, run.training, Path(run.arguments.output_dir)
     if checkpoint is not None:
         # Its log has the loss of the start. Evaluated again, it would count as one without progress
         training.eval_on_start = False
     trainer = make_trainer(run, model)
+    trainer.run_fingerprints = fingerprints
     trainable = sum(p.numel() for p in trainer.model.parameters() if p.requires_grad)
     trainer.train(resume_from_checkpoint=checkpoint)
     if not any("eval_loss" in e and e["step"] == trainer.state.global_step for e in trainer.state.log_history):
@@ -122,7 +170,7 @@ def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
     if training.load_best_model_at_end:  # the last evaluation may have been of another model
         trainer.evaluate(metric_key_prefix="final")
 
-    files = [output / "finetune.yaml", output / "history.json", output / "loss.png", output / "loss.svg"]
+    files = [output / RUN_FILE, output / "history.json", output / "loss.png", output / "loss.svg"]
     if trainer.is_world_process_zero():
         write_file(output / "history.json", json.dumps(trainer.state.log_history, indent=1))
         histories = {arguments.mode: trainer.state.log_history}
@@ -169,17 +217,19 @@ def prepare(config: dict[str, Any], may_pack: bool = True) -> Run:
     arguments, training = split_config(config)
     model_config = read_model_config(arguments)
     check_run(arguments, training, model_config)
-    check_output(Path(arguments.output_dir), config, "finetune.yaml")
+    check_output(Path(arguments.output_dir), config, RUN_FILE)
+    checkpoint_to_resume(training, verify=False)  # of as many processes
     if Path(arguments.model).is_dir():
         metadata_of_base(arguments.model)  # a card that cannot be read is told of now
-    checkpoint_to_resume(training)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.model, revision=arguments.revision)
+    tokenizer = load_tokenizer(arguments.model, arguments.revision)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token
     reason = cannot_pack(model_config)
     packed = may_pack and reason is None if arguments.packing is None else arguments.packing
     if arguments.packing is None and reason is not None and training.process_index == 0:
         print(f"Rows are not packed: {reason}.")
+    if packed and find_spec("trl") is None:  # which packs, when all is read
+        raise ModuleNotFoundError("trl is not installed", name="trl")
     with training.main_process_first(desc="reading the data"):
         train, held_out = read_data(arguments, tokenizer, packed, verbose=training.process_index == 0)
     check_rows_to_evaluate_on(len(held_out), training)
@@ -248,15 +298,36 @@ def check_output(output: Path, config: dict[str, Any], file: str):
     if (output / "final").exists():
         raise ValueError(f"`output_dir: {output}` holds a finished run: name another folder, or delete it.")
     if (output / file).exists():
-        before = yaml.safe_load((output / file).read_text(encoding="utf-8"))
+        before = read_yaml(output / file)
         differing = sorted(name for name in {*before, *config} if before.get(name) != config.get(name))
         if differing:
             raise ValueError(
                 f"`output_dir: {output}` holds an unfinished run with another `{differing[0]}`:"
                 f" {before.get(differing[0])}, not {config.get(differing[0])}. Name another folder, or delete it."
             )
-    elif output.is_dir() and any(path.name != f".{file}.unfinished" for path in output.iterdir()):
+    elif output.is_dir() and any(path.name not in (LOCK, f".{file}.unfinished") for path in output.iterdir()):
         raise ValueError(f"`output_dir: {output}` is not empty: name another folder.")
+
+
+@contextlib.contextmanager
+def run_folder(output: Path, config: dict[str, Any], file: str, training: AttnResTrainingArguments) -> Iterator[None]:
+    """The folder of a run, for its processes alone; gone again if nothing was written there.
+
+    Raises:
+        ValueError: if another run has begun or finished there meanwhile.
+        OSError: if another run is writing there.
+    """
+    if training.process_index != 0:
+        yield  # the first process has the lock, or ends the run
+        return
+    was_there = output.exists()
+    try:
+        with only_run_in(output, LOCK):
+            check_output(output, config, file)
+            yield
+    finally:
+        if not was_there and [path.name for path in output.glob("*")] in ([], [LOCK]):
+            shutil.rmtree(output, ignore_errors=True)
 
 
 def read_data(
@@ -318,7 +389,7 @@ def load_model(run: Run) -> torch.nn.Module:
         kwargs["distributed_config"] = DistributedConfig(fsdp_size=arguments.fsdp_size)
     if arguments.load_in_4bit:
         kwargs |= {"quantization_config": four_bits(), "device_map": {"": str(training.device)}}
-    model = AutoModelForCausalLM.from_pretrained(arguments.model, revision=arguments.revision, **kwargs)
+    model = load_language_model(arguments.model, follow_links=False, revision=arguments.revision or "main", **kwargs)
     if arguments.load_in_4bit:
         # Gradient checkpointing is the Trainer's, if it is asked for
         model = prepare_model_for_kbit_training(model, use_gradient_checkpointing=False)
@@ -335,48 +406,15 @@ def four_bits() -> BitsAndBytesConfig:
     )
 
 
-def checkpoint_to_resume(training: AttnResTrainingArguments) -> str | None:
+def checkpoint_to_resume(training: AttnResTrainingArguments, verify: bool = True) -> str | None:
     """The checkpoint that a run of the Trainer goes on from, if there is one.
 
     Raises:
         ValueError: if another number of processes has written those that there are.
     """
-    return None if training.save_only_model else last_whole_checkpoint(Path(training.output_dir), training.world_size)
-
-
-def last_whole_checkpoint(output: Path, num_processes: int) -> str | None:
-    """The last one with all that the Trainer writes: a kill may have left part of one.
-
-    Args:
-        num_processes: whose generators have a state in it; 0 in those of the loop over stages.
-
-    Raises:
-        ValueError: if there is none, but one of another number of processes.
-    """
-    checkpoints = sorted(output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]), reverse=True)
-    others = set()
-    for path in checkpoints:
-        try:
-            # Process 0 writes this file last, while the others may not have come to the states of their generators
-            json.loads((path / "trainer_state.json").read_text(encoding="utf-8"))
-        except (FileNotFoundError, json.JSONDecodeError):
-            continue
-        states = {state.name for state in path.glob("rng_state*.pth")}
-        if states == names_of_states(num_processes):
-            return str(path)
-        if states == names_of_states(len(states)):  # or others were killed before they wrote theirs
-            others.add(len(states))
-    if others - {0}:
-        raise ValueError(
-            f"`output_dir: {output}` has checkpoints of another number of processes ({max(others)}) than there are"
-            f" ({num_processes}): start the run with {max(others)}, or delete its checkpoints to begin again."
-        )
-    return None
-
-
-def names_of_states(num_processes: int) -> set[str]:
-    """The files in which the Trainer keeps the states of generators."""
-    return {"rng_state.pth"} if num_processes == 1 else {f"rng_state_{i}.pth" for i in range(num_processes)}
+    if training.save_only_model:
+        return None
+    return last_whole_checkpoint(Path(training.output_dir), training.world_size, verify)
 
 
 def save_final(trainer: AttnResTrainer, output: Path, write_card: Callable[[Path], None]) -> Path:
@@ -386,12 +424,17 @@ def save_final(trainer: AttnResTrainer, output: Path, write_card: Callable[[Path
     if main:
         shutil.rmtree(unfinished, ignore_errors=True)
     trainer.accelerator.wait_for_everyone()
-    trainer.save_model(str(unfinished))
-    trainer.accelerator.wait_for_everyone()
-    if main:
-        (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle; the YAML file says the same
-        write_card(unfinished)
-        unfinished.rename(final)
+    try:
+        trainer.save_model(str(unfinished))
+        trainer.accelerator.wait_for_everyone()
+        if main:
+            (unfinished / "training_args.bin").unlink(missing_ok=True)  # a pickle; the YAML file says the same
+            write_card(unfinished)
+            unfinished.rename(final)
+    except BaseException:
+        if main:
+            shutil.rmtree(unfinished, ignore_errors=True)
+        raise
     trainer.accelerator.wait_for_everyone()
     return final
 

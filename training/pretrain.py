@@ -15,13 +15,12 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-import yaml
+import xxhash
 from datasets import Dataset
 from huggingface_hub.errors import StrictDataclassError
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedConfig,
     PreTrainedTokenizerBase,
     __version__,
@@ -31,13 +30,16 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.trainer_utils import align_special_tokens
 
 from ..base_config import check_known
+from ..checkpoint import load_config, load_language_model, load_tokenizer
 from ..configuration_attnres import AttnResConfig
 from ..conversion.files import atomic_folder
 from ..inspection.callback import DepthMapCallback
 from ..model_cards import write_model_card
-from ..outputs import write_file
+from ..outputs import disk_errors_explained, write_file
 from ..rows import load_rows
+from ..untrusted import check_folder
 from . import data, stages
+from .checkpoints import model_fingerprint, rows_fingerprint, source_fingerprint
 from .config import (
     cannot_pack,
     check_length,
@@ -48,7 +50,16 @@ from .config import (
     training_arguments,
 )
 from .curves import plot_curves
-from .finetune import FinetuneResult, check_output, checkpoint_to_resume, held_out_losses, metadata_of_base, save_final
+from .finetune import (
+    FinetuneResult,
+    begin,
+    check_output,
+    checkpoint_to_resume,
+    held_out_losses,
+    metadata_of_base,
+    run_folder,
+    save_final,
+)
 from .stream import POSITION, PackedStream, collate
 from .trainer import AttnResTrainer, AttnResTrainingArguments
 
@@ -134,17 +145,27 @@ def pretrain(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
     config = read_config(config, overrides, PretrainArguments, ("dataset", "output_dir", "max_steps"))
     run = prepare(config)
     training, output = run.training, Path(run.arguments.output_dir)
-    model = make_model(run)
-    output.mkdir(parents=True, exist_ok=True)
-    if training.process_index == 0:
-        write_file(output / RUN_FILE, yaml.safe_dump(config, sort_keys=True))
-    train = train_over_stages if run.arguments.over_stages else train_with_trainer
-    final, history, trainable, explanation = train(run, model)
+    with run_folder(output, config, RUN_FILE, training), disk_errors_explained(output):
+        fingerprints = fingerprints_of(run)
+        checkpoint = begin(training, config, RUN_FILE, fingerprints, run.arguments.over_stages)
+        train = train_over_stages if run.arguments.over_stages else train_with_trainer
+        final, history, trainable, explanation = train(run, make_model(run), checkpoint, fingerprints)
     files = [output / RUN_FILE, output / "history.json", output / "loss.png", output / "loss.svg"]
     rate = training.learning_rate if training.query_learning_rate is None else training.query_learning_rate
     if run.model_config.model_type != "attnres" or isinstance(rate, str):  # measured, and in the history
         rate = next((entry["query_learning_rate"] for entry in history if "query_learning_rate" in entry), None)
     return FinetuneResult(final, history, trainable, explanation, files, rate)
+
+
+def fingerprints_of(run: PretrainRun) -> dict[str, str | None]:
+    """What decides the weights of a run beside its fields, as `write_manifest` keeps it."""
+    arguments = run.arguments
+    config = xxhash.xxh3_128_hexdigest(run.model_config.to_json_string().encode())
+    return {
+        "model": config if arguments.model is None else model_fingerprint(arguments.model),
+        "rows": source_fingerprint(arguments.dataset),
+        "held_out": rows_fingerprint(run.held_out),
+    }
 
 
 def prepare(config: dict[str, Any]) -> PretrainRun:
@@ -167,8 +188,10 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
     if arguments.over_stages:
         stages.check_run(arguments, training, model_config, config)
     else:
-        checkpoint_to_resume(training)
-    tokenizer = AutoTokenizer.from_pretrained(arguments.tokenizer or arguments.model or arguments.model_config)
+        checkpoint_to_resume(training, verify=False)  # of as many processes
+    if arguments.tokenizer is not None and Path(arguments.tokenizer).expanduser().is_dir():
+        check_folder(arguments.tokenizer, follow_links=False)
+    tokenizer = load_tokenizer(str(arguments.tokenizer or arguments.model or arguments.model_config))
     if len(tokenizer) > model_config.vocab_size:
         raise ValueError(
             f"The tokenizer has {len(tokenizer)} tokens, and the model a `vocab_size` of {model_config.vocab_size}."
@@ -222,7 +245,9 @@ def read_model_config(arguments: PretrainArguments) -> PreTrainedConfig:
     if isinstance(source, str):
         if source.startswith((".", "/", "~")) and not Path(source).expanduser().is_dir():
             raise ValueError(f"There is no folder `{source}`.")
-        config = AutoConfig.from_pretrained(source)
+        if Path(source).expanduser().is_dir():
+            check_folder(source, follow_links=False)
+        config = load_config(source)
     else:
         config = config_of_fields(dict(source or {}))
     if "text_config" in type(config).sub_configs:
@@ -309,7 +334,7 @@ def make_model(run: PretrainRun) -> torch.nn.Module:
     """The model to go on with, or one with the initial values of its config; the same in every process."""
     set_seed(run.training.seed)
     if run.arguments.model is not None:
-        model = AutoModelForCausalLM.from_pretrained(run.arguments.model, dtype="float32")
+        model = load_language_model(run.arguments.model, follow_links=False, dtype="float32")
     else:
         model = AutoModelForCausalLM.from_config(run.model_config, dtype=torch.float32)
     align_special_tokens(model, run.tokenizer)  # as the Trainer does
@@ -343,10 +368,11 @@ class PretrainTrainer(AttnResTrainer):
                 write_file(Path(output_dir or self.args.output_dir) / STREAM_FILE, json.dumps(state))
 
 
-def train_with_trainer(run: PretrainRun, model: torch.nn.Module) -> tuple[Path, list, int, str | None]:
+def train_with_trainer(
+    run: PretrainRun, model: torch.nn.Module, checkpoint: str | None, fingerprints: dict[str, str | None]
+) -> tuple[Path, list, int, str | None]:
     """Train until `max_steps`: the folder of the model, the history, what was trained and what is wrong, if it is."""
     training, output = run.training, Path(run.arguments.output_dir)
-    checkpoint = checkpoint_to_resume(training)
     if checkpoint is not None:
         training.eval_on_start = False
         run.train.go_on_at(json.loads((Path(checkpoint) / STREAM_FILE).read_text(encoding="utf-8")))
@@ -358,6 +384,7 @@ def train_with_trainer(run: PretrainRun, model: torch.nn.Module) -> tuple[Path, 
         data_collator=collate,
         processing_class=run.tokenizer,
     )
+    trainer.run_fingerprints = fingerprints
     if "tensorboard" in training.report_to and run.model_config.model_type == "attnres":
         trainer.add_callback(DepthMapCallback(torch.tensor(run.held_out[0]["input_ids"])[None]))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -373,9 +400,11 @@ def train_with_trainer(run: PretrainRun, model: torch.nn.Module) -> tuple[Path, 
     return final, history, trainable, trainer.explain_losses()
 
 
-def train_over_stages(run: "PretrainRun", model: torch.nn.Module) -> tuple[Path, list, int, str | None]:
+def train_over_stages(
+    run: "PretrainRun", model: torch.nn.Module, checkpoint: str | None, fingerprints: dict[str, str | None]
+) -> tuple[Path, list, int, str | None]:
     """The same over the stages of a pipeline, or over tensor parallelism, in the processes of torchrun."""
-    loop = stages.StageLoop(run, model)
+    loop = stages.StageLoop(run, model, checkpoint, fingerprints)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     del model
     loop.train()

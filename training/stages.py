@@ -20,16 +20,17 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel, Trainer, get_scheduler
+from transformers import PreTrainedConfig, PreTrainedModel, Trainer, get_scheduler
 
 from .. import families
+from ..checkpoint import load_language_model
 from ..depth_pipeline import PassThrough
 from ..depth_probe import decoder_layers
 from ..outputs import write_file
 from ..parallel import AttnResPipeline
 from ..parallel.pipeline import microbatches_needed, ranks_of_stages, spread
 from ..rows import IGNORED_LABEL
-from .finetune import last_whole_checkpoint
+from .checkpoints import MANIFEST, write_manifest
 from .optimizer import separate_queries, with_muon
 from .stream import POSITION, collate
 from .trainer import AttnResTrainingArguments
@@ -159,7 +160,14 @@ def add_up_gradients(of_own_heads: list[torch.nn.Module], mesh: DeviceMesh):
 class StageLoop:
     """Steps, evaluations and checkpoints of a run, which every process calls alike."""
 
-    def __init__(self, run: "PretrainRun", model: torch.nn.Module):
+    def __init__(
+        self,
+        run: "PretrainRun",
+        model: torch.nn.Module,
+        checkpoint: str | None = None,
+        fingerprints: dict[str, str | None] | None = None,
+    ):
+        self.fingerprints = fingerprints or {}
         arguments, training = run.arguments, run.training
         self.run, self.training, self.output = run, training, Path(arguments.output_dir)
         device = training.device
@@ -170,9 +178,8 @@ class StageLoop:
         self.part = self.mesh["pp"].get_local_rank() * replicas + self.replica
         self.batch_size = training.per_device_train_batch_size * training.gradient_accumulation_steps
         self.of_own_heads: list[torch.nn.Module] = []
-        checkpoint = last_whole_checkpoint(self.output, 0)
         if checkpoint is not None:
-            model = AutoModelForCausalLM.from_pretrained(checkpoint, dtype="float32")
+            model = load_language_model(checkpoint, dtype="float32")
         model.train()  # one that was read is in evaluation mode, without dropout
         decay = {*Trainer.get_decay_parameter_names(None, model)}
         self.pipeline = AttnResPipeline(
@@ -310,10 +317,11 @@ class StageLoop:
         if dist.get_rank() == 0:
             state = {"global_step": self.step, "log_history": self.history, "losses": self.losses}
             state["stream"] = self.run.train.state_at(self.position)
-            write_file(folder / STATE_FILE, json.dumps(state))  # at last: without it a checkpoint is not whole
+            write_file(folder / STATE_FILE, json.dumps(state))
+            write_manifest(folder, self.fingerprints)  # at last: without it a checkpoint is not whole
             limit = self.training.save_total_limit
             saved = sorted(self.output.glob("checkpoint-*"), key=lambda path: int(path.name.split("-")[1]))
             for old in saved[:-limit] if limit else []:
-                (old / STATE_FILE).unlink(missing_ok=True)
+                (old / MANIFEST).unlink(missing_ok=True)
                 shutil.rmtree(old)
         dist.barrier()

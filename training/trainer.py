@@ -2,14 +2,18 @@
 """transformers' Trainer, with a learning rate of their own for the depth queries, and a look at what they do."""
 
 import math
+import shutil
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import torch
 from torch import nn
 from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
 from transformers.trainer_callback import PrinterCallback
+from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 
+from .checkpoints import write_manifest
 from .learning_rate import AUTO, best_rate, check_optimizer, check_query_rate, measure_losses
 from .loss_guard import LossGuard
 from .optimizer import separate_queries, with_muon
@@ -73,6 +77,8 @@ class AttnResTrainer(Trainer):
         self._observed = None
         self._measured: dict[str, float] = {}
         self._guard, self._warned = LossGuard(), False
+        # Of a run that goes on where it was: what its checkpoints say that they were trained on
+        self.run_fingerprints: dict[str, str | None] | None = None
         self._step_losses: dict[int, torch.Tensor] = {}
         self._batch_losses: list[torch.Tensor] = []
 
@@ -126,6 +132,27 @@ class AttnResTrainer(Trainer):
             super().save_model(output_dir, _internal_call)
         finally:
             config.use_cache = in_training
+
+    def _save_checkpoint(self, model, trial):
+        if self.run_fingerprints is None:
+            return super()._save_checkpoint(model, trial)
+        output = Path(self._get_output_dir(trial=trial))
+        folder = output / f"checkpoint-{self.state.global_step}"
+        # Earlier ones go when this one is whole, and not before
+        limit, self.args.save_total_limit = self.args.save_total_limit, None
+        try:
+            super()._save_checkpoint(model, trial)
+            self.accelerator.wait_for_everyone()  # whose states of generators are in it
+            if self.args.should_save:
+                write_manifest(folder, self.run_fingerprints)
+        except BaseException:
+            if self.args.should_save:
+                shutil.rmtree(folder, ignore_errors=True)
+            raise
+        finally:
+            self.args.save_total_limit = limit
+        if self.args.should_save:
+            rotate_checkpoints(str(output), limit, self.state.best_model_checkpoint, use_mtime=True)
 
     def _run_epoch(self, *args, resume_from_checkpoint: str | None = None, **kwargs):
         # CODEPATH: resumed from the checkpoint of its last step, or of the one that stopped it early, transformers'
