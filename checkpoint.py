@@ -268,6 +268,18 @@ def config_errors_explained(name: str) -> Iterator[None]:
         raise ValueError(f"config.json of `{name}` is not valid: {kind}{' '.join(str(error).split())}") from error
 
 
+@contextlib.contextmanager
+def config_values_explained(name: str) -> Iterator[None]:
+    """The same, but a checkpoint that is not there or asks for its code to be run is not a bad config."""
+    try:
+        yield
+    except (ValueError, OSError, ImportError):
+        raise
+    except Exception as error:
+        with config_errors_explained(name):
+            raise error
+
+
 def _read_weight_map(folder: Path, files: list[str], source: str | Path) -> dict[str, str]:
     """The file of every tensor, as transformers would find them, checked against the files themselves."""
     if "model.safetensors" in files:  # comes before an index, as in transformers

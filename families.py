@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from .checkpoint import config_values_explained
 from .depth_probe import ProbedLayer, probe_layers
 
 
@@ -90,9 +91,11 @@ def read_decoder_config(model: str, revision: str | None = None, trust_remote_co
             of this process, so that `AttnResConfig.from_base_config` takes the config.
 
     Raises:
-        ValueError: if its code is for a model type of transformers.
+        ValueError: if its config is one that transformers refuses, or its code is for a model type of transformers.
+        OSError: if there is no such config.
     """
-    config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
+    with config_values_explained(model):
+        config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=trust_remote_code)
     auto_map = getattr(config, "auto_map", None) or {}
     if trust_remote_code and "AutoModelForCausalLM" in auto_map:
         if config.model_type in CONFIG_MAPPING_NAMES:

@@ -13,6 +13,7 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedConfig, PreTrainedTokenizerBase
 
 from .. import __version__
+from ..checkpoint import config_values_explained
 from ..configuration_attnres import AttnResConfig
 from ..conversion.parity import read_sample
 from ..fingerprint import checkpoint_fingerprint
@@ -246,7 +247,8 @@ def found_model(path: str, commit: str | None) -> InspectedModel:
 
 def _config(path: str, commit: str | None) -> PreTrainedConfig:
     read_config_dict(path, commit)  # tells at once what is wrong with it
-    return AutoConfig.from_pretrained(path, revision=commit or "main")
+    with config_values_explained(path):
+        return AutoConfig.from_pretrained(path, revision=commit or "main")
 
 
 def check_base(base: str, inspected: list[InspectedModel]):

@@ -19,6 +19,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
 from ..base_config import base_config_class
+from ..checkpoint import config_values_explained
 from .adapters import lora_config, queries_config
 from .trainer import AttnResTrainingArguments
 
@@ -352,4 +353,5 @@ def read_model_config(arguments: FinetuneArguments) -> PreTrainedConfig:
         raise ValueError(f"There is no folder `{arguments.model}`.")
     if arguments.revision is not None and Path(arguments.model).is_dir():
         raise ValueError(f"`revision: {arguments.revision}` is for a Hub id, and `{arguments.model}` is a folder.")
-    return AutoConfig.from_pretrained(arguments.model, revision=arguments.revision)
+    with config_values_explained(arguments.model):
+        return AutoConfig.from_pretrained(arguments.model, revision=arguments.revision)

@@ -31,6 +31,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.trainer_utils import align_special_tokens
 
 from ..base_config import check_known
+from ..checkpoint import config_values_explained
 from ..configuration_attnres import AttnResConfig
 from ..conversion.files import atomic_folder
 from ..inspection.callback import DepthMapCallback
@@ -220,7 +221,8 @@ def read_model_config(arguments: PretrainArguments) -> PreTrainedConfig:
     if isinstance(source, str):
         if source.startswith((".", "/", "~")) and not Path(source).expanduser().is_dir():
             raise ValueError(f"There is no folder `{source}`.")
-        config = AutoConfig.from_pretrained(source)
+        with config_values_explained(source):
+            config = AutoConfig.from_pretrained(source)
     else:
         config = config_of_fields(dict(source or {}))
     if "text_config" in type(config).sub_configs:
