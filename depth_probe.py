@@ -154,7 +154,7 @@ class CountingStream(DepthStream):
 
 
 class KnownValues(TorchDispatchMode):
-    """Within fake tensors: what no weight goes into, such as positions and masks, is real, so that it can be branched on.
+    """Within fake tensors: what no weight goes into, such as positions and masks, is real, and can be branched on.
 
     Of what weights go into only shapes are known, and the first choice is taken, such as the first expert, and once. A
     condition on it does not hold, and a number of it is zero, as for a check for NaN. Large tensors are fake as well.
@@ -238,7 +238,7 @@ def _entries(value: Any) -> Any:
 
 @contextlib.contextmanager
 def quiet_fake_tensors():
-    """Without the stack that torch logs if shapes do not fit, of this thread: it is in the reason of what is refused."""
+    """Without the stack that torch logs in this thread if shapes do not fit: the error says it as well."""
     thread, logger = threading.get_ident(), logging.getLogger(FakeTensorMode.__module__)
 
     def is_of_others(record: logging.LogRecord) -> bool:

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, in_one_line
 
 
 @contextlib.contextmanager
@@ -45,7 +45,7 @@ def model_errors_explained(checkpoint: Checkpoint) -> Iterator[None]:
     except Exception as error:
         raise ValueError(
             f"The model of `{checkpoint.name}` does not run, by its config.json or for want of a package:"
-            f" {type(error).__name__}: {' '.join(str(error).split())}"
+            f" {type(error).__name__}: {in_one_line(error)}"
         ) from error
 
 

@@ -122,7 +122,9 @@ WRONG = {
     "skipped layer": "for layer in self.layers[1:]:",
     "last layer skipped": "for layer in self.layers[:-1]:",
     "normed between layers": "for layer in self.layers:\n            hidden_states = self.norm(hidden_states)",
-    "loop without an end": "while not (output < 1).all():\n            output = output / 2\n        return hidden_states + output",
+    "loop without an end": (
+        "while not (output < 1).all():\n            output = output / 2\n        return hidden_states + output"
+    ),
 }
 # What the reason has to say, if it is not the line itself
 REASONS = {
