@@ -43,7 +43,7 @@ REPORT_NAMES = ("conversion_report.json", "conversion_report.md")
 # The config of the base as it was, which comes back with the base
 BASE_CONFIG_NAME = "config.base.json"
 # Names of classes without the head of a language model. Others are those of one, if the tensors fit
-OTHER_HEADS = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnswering$|(?<!LMHead)Model$")
+OTHER_HEADS = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnswering$|^(?!.*LMHead).*Model$")
 # Weights that are not read: of other formats, and pickles, which can run code when loaded
 OTHER_WEIGHTS = {
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5", ".npz", ".tflite", ".mlmodel"),

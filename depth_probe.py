@@ -173,7 +173,7 @@ class KnownValues(TorchDispatchMode):
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = pytree.tree_leaves((args, kwargs))
-        if any(isinstance(value, FakeTensor | torch.SymInt | torch.SymFloat | torch.SymBool) for value in given):
+        if any(map(_is_without_value, given)):
             return self._without_values(function, args, kwargs)
         if torch.Tag.nondeterministic_seeded in function.tags:  # no random number of the process is used up
             return function(*args, **kwargs)
@@ -194,6 +194,12 @@ class KnownValues(TorchDispatchMode):
                 raise RuntimeError("a loop goes on until a condition on what it has computed holds")
             return 0.0 if args[0].dtype.is_floating_point else False
         return function(*args, **kwargs)
+
+
+def _is_without_value(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, FakeTensor) or value.is_meta
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
 
 
 def _is_condition(tensor: torch.Tensor) -> bool:

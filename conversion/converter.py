@@ -16,6 +16,7 @@ from ..checkpoint import (
     Checkpoint,
     config_errors_explained,
     open_checkpoint,
+    refuse_links_out,
 )
 from ..configuration_attnres import AttnResConfig
 from ..depth_queries import AttnResDepthQueries
@@ -261,6 +262,7 @@ def revert(
     check_tensors(checkpoint)
     config = checkpoint.config.to_base_config()
     kept = checkpoint.folder / BASE_CONFIG_NAME
+    refuse_links_out(checkpoint, [BASE_CONFIG_NAME])
     return write_checkpoint(
         "Reversal",
         checkpoint,

@@ -88,6 +88,7 @@ CLASS_NAMES = [
     ("mixtral", ["LlamaForCausalLM"]),
     ("falcon", ["RWForCausalLM"]),
     ("gpt_bigcode", ["GPTBigCodeLMHeadModel"]),
+    ("gpt_bigcode", ["GPT2LMHeadCustomModel"]),
 ]
 # What the tensors of a draft model are made of, from those of a whole model
 DRAFTS = {
@@ -175,6 +176,10 @@ def test_a_config_that_was_changed_is_not_replaced_by_the_old_one(tmp_path):
         with pytest.raises(ValueError, match=f"config.base.json` {message}"):
             revert(tmp_path / "attnres", tmp_path / "once more")
         assert not (tmp_path / "once more").exists()
+    (tmp_path / "attnres/config.base.json").unlink()
+    (tmp_path / "attnres/config.base.json").symlink_to(tmp_path / "base/config.json")
+    with pytest.raises(ValueError, match="`config.base.json` of .* is a link out of the folder"):
+        revert(tmp_path / "attnres", tmp_path / "once more")
 
 
 @pytest.fixture
@@ -249,6 +254,11 @@ WRONG_CONFIGS = {
     "heads that do not divide": {"model_type": "gpt_neox", "hidden_size": 8196, "num_attention_heads": 64},
     "mamba2 of fla": {"model_type": "mamba2", "hidden_size": 2048, "num_heads": 64, "head_dim": 96, "expand": 2},
     "a type of another kind": {"model_type": "llama", "rope_scaling": [1, 2]},
+    "an old name of rotary embeddings": {
+        "model_type": "phi3",
+        "original_max_position_embeddings": 4096,
+        "rope_scaling": {"type": "su", "short_factor": [1.0] * 48, "long_factor": [2.0] * 48},
+    },
 }
 
 
