@@ -290,7 +290,7 @@ def config_errors_explained(name: str) -> Iterator[None]:
 
 def in_one_line(error: Exception) -> str:
     """What an error says, which may be a list of all classes that transformers has."""
-    return textwrap.shorten(str(error), 400, placeholder=" ...")
+    return textwrap.shorten(str(error), 1000, placeholder=" ...")
 
 
 @contextlib.contextmanager

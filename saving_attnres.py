@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""What a model takes along when it is saved or pushed, and what adapters and weights have to fit when they are loaded."""
+"""What a model takes along when it is saved or pushed, and what adapters and weights have to fit."""
 
 import re
 from collections.abc import Iterable

@@ -50,7 +50,7 @@ def padded(vocab_size: int = 128) -> dict[str, torch.Tensor]:
     return {"input_ids": ids, "attention_mask": mask}
 
 
-@pytest.mark.one_in(16)
+@pytest.mark.one_in(30)
 @pytest.mark.parametrize("name", CONFIGS)
 def test_published_config(name, tmp_path):
     base, folder = tmp_path / "base", tmp_path / "attnres"
