@@ -4,6 +4,7 @@
 import contextlib
 import fnmatch
 import functools
+import re
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -23,7 +24,11 @@ from transformers import (
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_MAPPING,
+)
 
 from .base_config import base_config_class
 from .sources import hub_can_be_reached, hub_errors_explained, local_folder, read_config_dict
@@ -40,6 +45,10 @@ from .untrusted import (
 
 INDEX_NAME = "model.safetensors.index.json"
 REPORT_NAMES = ("conversion_report.json", "conversion_report.md")
+# The config of the base as it was, which comes back with the base
+BASE_CONFIG_NAME = "config.base.json"
+# Names of classes without the head of a language model. Others are those of one, if the tensors fit
+OTHER_HEADS = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnswering$|^(?!.*LMHead).*Model$")
 # Weights that are not read: of other formats, and pickles, which can run code when loaded
 OTHER_WEIGHTS = {
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5", ".npz", ".tflite", ".mlmodel"),
@@ -63,7 +72,7 @@ COMPANIONS = {
         *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json"),
         *("tokenizer.model.v*", "chat_template.jinja", "chat_template.json", "params.json", "configuration.json"),
         *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
-        *("recipe.yaml", "quant*_config.json"),
+        *("recipe.yaml", "quant*_config.json", BASE_CONFIG_NAME),
         *("hf_quant_config.json", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
         *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "generation_*.py", "depth_*.py"),
         *("README*.md", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*", "CITATION*", *REPORT_NAMES),
@@ -146,6 +155,11 @@ class Checkpoint:
 
     def _prefix_of_language_model(self) -> str:
         """Found by its embedding, as files may have other names than the model that is loaded from them."""
+        if type(self.text_config) not in MODEL_MAPPING:
+            raise ValueError(
+                f"`base_model_type={self.config.model_type!r}` is not supported: transformers has no model of its"
+                f" language model, {self.text_config.model_type!r}, without a head."
+            )
         with config_errors_explained(self.name), torch.device("meta"):
             decoder = AutoModel.from_config(self.text_config)
         embedding = decoder.get_input_embeddings().weight
@@ -161,9 +175,8 @@ class Checkpoint:
     @property
     def has_lm_head(self) -> bool:
         """Whether it is a language model's; of other checkpoints the trunk is looked at."""
-        names = self.lm_class.__name__, "AttnResForCausalLM", "AttnResForConditionalGeneration"
-        architectures = self.config_dict.get("architectures") or names  # a list, see `read_config_dict`
-        return bool(self.prefix) and architectures[0] in names
+        architectures = self.config_dict.get("architectures") or [""]  # a list, see `read_config_dict`
+        return bool(self.prefix) and OTHER_HEADS.search(architectures[0]) is None
 
     @property
     def num_bytes(self) -> int:
@@ -226,6 +239,12 @@ def open_checkpoint(source: str | Path, revision: str | None = None, *, follow_l
             )
         commit = folder.name
     check_folder(folder, follow_links=follow_links)
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"`{source}` holds an adapter beside whole weights, and transformers would load the one onto the other."
+            " Remove `adapter_config.json` if the adapter is merged into the weights, or merge it:"
+            " `AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)`."
+        )
     files = sorted(
         path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() or path.is_symlink()
     )

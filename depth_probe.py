@@ -4,12 +4,15 @@
 Found by running the base without weights when a config is made from it. The lines that read and write are recorded.
 """
 
+import contextlib
 import copy
 import functools
 import inspect
 import linecache
+import logging
 import re
 import sys
+import threading
 from collections import UserDict
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,10 +20,10 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
@@ -150,13 +153,58 @@ class CountingStream(DepthStream):
         return self.newest
 
 
-class FirstOfAll(TorchDispatchMode):
-    """Without numbers nothing can be chosen, so the first choice is taken, such as the first expert, and once."""
+class KnownValues(TorchDispatchMode):
+    """Within fake tensors: what no weight goes into, such as positions and masks, is real, and can be branched on.
+
+    Of what weights go into only shapes are known, and the first choice is taken, such as the first expert, and once. A
+    condition on it does not hold, and a number of it is zero, as for a check for NaN. Large tensors are fake as well.
+
+    Raises:
+        RuntimeError: for a loop that such conditions do not end.
+    """
+
+    MAX_NUMBERS = 2**20  # of a tensor that is real
+    MAX_CONDITIONS = 10_000
+
+    def __init__(self):
+        super().__init__()
+        self.num_conditions = 0
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        kwargs = kwargs or {}
+        given = pytree.tree_leaves((args, kwargs))
+        if any(map(_is_without_value, given)):
+            return self._without_values(function, args, kwargs)
+        if torch.Tag.nondeterministic_seeded in function.tags:  # no random number of the process is used up
+            return function(*args, **kwargs)
+        if not {torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output} & {*function.tags}:
+            fake = function(*args, **kwargs)  # which has the size before there is memory for it
+            tensors = [value for value in pytree.tree_leaves(fake) if isinstance(value, torch.Tensor)]
+            if any(tensor.numel() > self.MAX_NUMBERS for tensor in tensors):
+                return fake
+        with _disable_current_modes():
+            return function(*args, **kwargs)
+
+    def _without_values(self, function, args: tuple, kwargs: dict):
         if function is torch.ops.aten.nonzero.default:
-            return torch.tensor([[0] * args[0].ndim])  # of which a fake tensor keeps the numbers
-        return function(*args, **(kwargs or {}))
+            return torch.tensor([[0] * args[0].ndim])
+        if function is torch.ops.aten._local_scalar_dense.default and _is_condition(args[0]):
+            self.num_conditions += 1
+            if self.num_conditions > self.MAX_CONDITIONS:
+                raise RuntimeError("a loop goes on until a condition on what it has computed holds")
+            return 0.0 if args[0].dtype.is_floating_point else False
+        return function(*args, **kwargs)
+
+
+def _is_without_value(value: Any) -> bool:
+    if isinstance(value, torch.Tensor):
+        return isinstance(value, FakeTensor) or value.is_meta
+    return isinstance(value, torch.SymInt | torch.SymFloat | torch.SymBool)
+
+
+def _is_condition(tensor: torch.Tensor) -> bool:
+    """Whether one number of such a tensor decides something, where an int is usually a size."""
+    return tensor.dtype is torch.bool or tensor.dtype.is_floating_point
 
 
 class MadeOf(TorchDispatchMode):
@@ -192,6 +240,21 @@ def _entries(value: Any) -> Any:
     if isinstance(value, UserDict):
         return value.data
     return value
+
+
+@contextlib.contextmanager
+def quiet_fake_tensors():
+    """Without the stack that torch logs in this thread if shapes do not fit: the error says it as well."""
+    thread, logger = threading.get_ident(), logging.getLogger(FakeTensorMode.__module__)
+
+    def is_of_others(record: logging.LogRecord) -> bool:
+        return record.thread != thread
+
+    logger.addFilter(is_of_others)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_of_others)
 
 
 def move_off_meta(model: nn.Module):
@@ -246,15 +309,16 @@ def run_probe(base_config: PreTrainedConfig) -> Probe:
             # and of two threads that do so at once the second "restores" what the first has put there
             with torch.device("meta"):
                 model = MODEL_MAPPING[type(base_config)](base_config).eval()
-        with torch.device("cpu"), fake, torch.inference_mode(False), torch.no_grad():
+        with torch.device("cpu"), fake, torch.inference_mode(False), torch.no_grad(), quiet_fake_tensors():
             move_off_meta(model)
             if hasattr(model, "encoder") and hasattr(model, "decoder"):
                 raise RefusedBase(base_config, "it has an encoder beside its decoder")
-            probe = Probe(layers=list(decoder_layers(model)), config=base_config)
-            probe.watch(model)
-            step = "a run of its model without weights failed"
-            with probe.made_of_tokens, FirstOfAll():
-                model(probe.input_ids, use_cache=False)
+            with KnownValues():
+                probe = Probe(layers=list(decoder_layers(model)), config=base_config)
+                probe.watch(model)
+                step = "a run of its model without weights failed"
+                with probe.made_of_tokens:
+                    model(probe.input_ids, use_cache=False)
     except RefusedBase:
         raise
     except Exception as error:

@@ -15,8 +15,9 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from .checkpoint import load_config
+from .checkpoint import config_errors_explained, load_config
 from .depth_probe import ProbedLayer, probe_layers
+from .sources import read_config_dict
 
 
 # Written by `tests/families_page.py`
@@ -91,11 +92,14 @@ def read_decoder_config(model: str, revision: str | None = None, trust_remote_co
             of this process, so that `AttnResConfig.from_base_config` takes the config.
 
     Raises:
-        ValueError: if its code is for a model type of transformers.
+        ValueError: if its config is one that transformers refuses, or its code is for a model type of transformers.
+        OSError: if there is no such config.
     """
     if not trust_remote_code:
         return load_config(model, revision).get_text_config(decoder=True)
-    config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=True)
+    read_config_dict(model, revision)  # tells at once what is wrong with it
+    with config_errors_explained(model):
+        config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=True)
     auto_map = getattr(config, "auto_map", None) or {}
     if "AutoModelForCausalLM" in auto_map:
         if config.model_type in CONFIG_MAPPING_NAMES:

@@ -1,6 +1,12 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""What a model takes along when it is saved or pushed, and what an adapter has to fit when it is loaded."""
+"""What a model takes along when it is saved or pushed, and what adapters and weights have to fit."""
 
+import re
+from collections.abc import Iterable
+
+from transformers.modeling_utils import PreTrainedModel
+
+from .depth_probe import decoder_layers
 from .depth_queries import AttnResDepthQueries
 
 
@@ -49,6 +55,14 @@ class AttnResSavingMixin:
             else:
                 model_class._auto_class = own
 
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        # In front of the report of transformers, which says of which shapes tensors are, and not why
+        reason = reason_against_weights(model, loading_info)
+        if reason is not None and not load_config.ignore_mismatched_sizes:
+            raise ValueError(f"`{load_config.pretrained_model_name_or_path}` {reason}")
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+
     def push_to_hub(self, repo_id: str, **kwargs) -> str:
         """As in transformers. The code goes along, so that the model loads where `attnres` is not installed."""
         model_class = type(self)
@@ -78,3 +92,49 @@ class AttnResSavingMixin:
             self.delete_adapter(list(set(self.peft_config) - before))
             raise
         return loading_info
+
+
+def reason_against_weights(model, loading_info) -> str | None:
+    """Why weights with depth queries are not those of a model, because of the number of layers; `None` if they may be.
+
+    Args:
+        loading_info: what transformers has found in the files.
+    """
+    num_layers = model.trunk.config.num_hidden_layers
+    for name, found, expected in loading_info.mismatched_keys:
+        if name.endswith("depth_queries.query") and found[:1] != expected[:1]:
+            return (
+                f"has {found[0]} reads over depth, and with `num_hidden_layers={num_layers}` there are {expected[0]}:"
+                " layers cannot be left out or added while a model is loaded. Do that with its base (`attnres revert`)"
+                " and convert the base, or start with queries of zero by `ignore_mismatched_sizes=True`."
+            )
+    if any(name.endswith("depth_queries.query") for name in loading_info.missing_keys):  # a base, which may be cut
+        return None
+    layers = decoder_layers(model.trunk)
+    prefix = next(f"{name}." for name, module in model.named_modules() if module is layers)
+    names = [*model.state_dict(), *loading_info.unexpected_keys]
+    depth = depth_of_weights([name for name in names if name.startswith(prefix)], num_layers)
+    if depth == num_layers:
+        return None
+    return (
+        f"has {depth} layers, of which `num_hidden_layers={num_layers}` in its config.json would leave out the last."
+        " Where layers of several models were put together, do that with their bases (`attnres revert`), give the"
+        f" result `num_hidden_layers={depth}`, and convert it."
+    )
+
+
+def depth_of_weights(names: Iterable[str], num_layers: int) -> int:
+    """How many layers there are names of tensors for, further ones that are of another kind left out.
+
+    Those that predict further tokens, behind the last one, have tensors that no other layer has.
+
+    Args:
+        num_layers: of the model.
+    """
+    parts: dict[int, set[tuple[str, str]]] = {}
+    for name in names:
+        match = re.match(r"(.*?\.)(\d+)\.(.*)", name)
+        if match is not None:
+            parts.setdefault(int(match[2]), set()).add((match[1], match[3]))
+    known = set().union(*(found for number, found in parts.items() if number < num_layers))
+    return max([num_layers, *(number + 1 for number, found in parts.items() if found <= known)])

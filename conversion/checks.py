@@ -20,6 +20,8 @@ from ..modeling_attnres import (
 )
 from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig
 from ..multimodal_attnres import config_class_of as multimodal_config_class
+from ..saving_attnres import depth_of_weights
+from ..untrusted import in_one_line
 from .running import quiet_loading
 
 
@@ -128,15 +130,28 @@ def check_config(checkpoint: Checkpoint):
     # Fewer may be meant, as some carry layers that predict further tokens; and LongCat-Flash counts halves of layers
     if config.num_hidden_layers > 2 * depth or config.num_hidden_layers > depth < num_layers_of(config):
         refuse("num_hidden_layers", config.num_hidden_layers, f"at most {depth}, the layers that the weights have")
-    if checkpoint.is_multimodal:
-        allowed = [MULTIMODAL_NAME if is_attnres(checkpoint) else checkpoint.lm_class.__name__]
-    else:
-        allowed = [name for name in PIPELINE_TAGS if name != MULTIMODAL_NAME]
-        if not is_attnres(checkpoint):
-            allowed = rename_architectures(allowed, config.model_type, to_base=True)
+    further = depth_of_weights(names, config.num_hidden_layers)
+    if further > config.num_hidden_layers:
+        allowed = f"{further}, or the weights without the layers that it leaves out"
+        refuse("num_hidden_layers", config.num_hidden_layers, allowed)
     architectures = checkpoint.config.architectures
-    if architectures and architectures[0] not in allowed:
-        refuse("architectures", architectures, f"one of {', '.join(allowed)}")
+    if not is_known_class(checkpoint) and (is_attnres(checkpoint) or checkpoint.is_multimodal):
+        refuse("architectures", architectures, f"one of {', '.join(known_classes(checkpoint))}")
+
+
+def known_classes(checkpoint: Checkpoint) -> list[str]:
+    """Names of transformers' classes for a checkpoint of this type, as `architectures` has one."""
+    if checkpoint.is_multimodal:
+        return [MULTIMODAL_NAME if is_attnres(checkpoint) else checkpoint.lm_class.__name__]
+    names = [name for name in PIPELINE_TAGS if name != MULTIMODAL_NAME]
+    if is_attnres(checkpoint):
+        return names
+    return rename_architectures(names, checkpoint.config.model_type, to_base=True) or []
+
+
+def is_known_class(checkpoint: Checkpoint) -> bool:
+    architectures = checkpoint.config.architectures
+    return not architectures or architectures[0] in known_classes(checkpoint)
 
 
 def num_layers_of(config: PreTrainedConfig) -> int:
@@ -164,6 +179,23 @@ def check_head(checkpoint: Checkpoint, config: AttnResConfig):
             )
 
 
+def _reason_against_class(checkpoint: Checkpoint, unexpected: list[str]) -> str | None:
+    """Why a checkpoint whose class transformers does not know is not the causal language model of its type.
+
+    Those published with code of their own have other names than transformers' classes, which load them by their type.
+    Those of draft models or other heads have other tensors.
+    """
+    architectures, lm_class = checkpoint.config.architectures, checkpoint.lm_class.__name__
+    if not checkpoint.has_lm_head:
+        return f"`architectures={architectures}` is no class of this type, and its tensors are no {lm_class}'s"
+    if unexpected:
+        return (
+            f"`architectures={architectures}` is no class of this type, and it has tensors that are no {lm_class}'s,"
+            f" among them `{unexpected[0]}`"
+        )
+    return None
+
+
 def check_tensors(checkpoint: Checkpoint):
     """Raise a `ValueError` unless every tensor that the architecture needs is there, in its shape; reads none."""
     message = None
@@ -185,12 +217,14 @@ def check_tensors(checkpoint: Checkpoint):
                 named = f"`{rows[0][0]}` {rows[0][1].strip()}".strip()
                 message = f"tensors are missing or have another shape, among them {named}"
             else:
-                message = f"it does not load: {' '.join(str(error).split())}"
+                message = f"it does not load: {in_one_line(error).rstrip('.')}"
         except Exception as error:
-            message = f"no model can be built of its config.json: {type(error).__name__}: {error}"
+            message = f"no model can be built of its config.json: {in_one_line(error)}"
         else:
             missing = sorted(info["missing_keys"])
             if missing:
                 message = f"{len(missing)} tensors are missing, among them `{missing[0]}`"
+            elif not is_known_class(checkpoint):
+                message = _reason_against_class(checkpoint, sorted(info["unexpected_keys"]))
     if message is not None:
         raise ValueError(f"`{checkpoint.name}` is not a whole {checkpoint.config.model_type} checkpoint: {message}.")

@@ -9,16 +9,25 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..checkpoint import PROJECTION_NAMES, QUERY_NAMES, Checkpoint, open_checkpoint
+from ..checkpoint import (
+    BASE_CONFIG_NAME,
+    PROJECTION_NAMES,
+    QUERY_NAMES,
+    Checkpoint,
+    config_errors_explained,
+    open_checkpoint,
+    refuse_links_out,
+)
 from ..configuration_attnres import AttnResConfig
 from ..depth_probe import probe_sublayers
 from ..depth_queries import AttnResDepthQueries
 from ..depth_reads import Read
+from ..modeling_attnres import AttnResForCausalLM
 from ..multimodal_attnres import AttnResMultimodalConfig
 from ..outputs import check_destination
 from ..reports import ConversionReport
 from ..saving_attnres import REMOTE_CODE_AUTO_MAP
-from ..sources import read_config_dict
+from ..sources import read_config_dict, read_json
 from .checks import (
     MODEL_TYPES,
     check_config,
@@ -132,6 +141,8 @@ def _convert(
             " or which read it is to have, such as `--num-blocks 8`."
         )
     check_head(checkpoint, config)
+    if is_new and checkpoint.has_lm_head and not checkpoint.is_multimodal:
+        config.architectures = [AttnResForCausalLM.__name__]  # whatever the base calls itself
     if self_contained:
         config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
     notes = []
@@ -154,6 +165,7 @@ def _convert(
         add=initial_queries(checkpoint.prefix, depth_config(config)) if is_new or is_other_query else {},
         rename=without_queries if is_other_query else lambda name: name,
         notes=notes,
+        files={BASE_CONFIG_NAME: checkpoint.folder / "config.json"} if is_new else {},
         **options,
     )
 
@@ -216,6 +228,27 @@ def initial_queries(prefix: str, config: AttnResConfig) -> dict[str, torch.Tenso
     return {f"{prefix}depth_queries.{name}": tensor for name, tensor in queries.state_dict().items()}
 
 
+def says_the_same(file: Path, config: PreTrainedConfig) -> bool:
+    """Whether a config file makes the same model as a config, which may have been changed since the file was written.
+
+    Raises:
+        ValueError: if the file is not a config.
+    """
+
+    def fields_of(config_dict: dict) -> dict:
+        config_dict = {name: value for name, value in config_dict.items() if str(name)[:1] != "_"}
+        for name in ("architectures", "auto_map", "transformers_version"):
+            config_dict.pop(name, None)
+        return {name: fields_of(value) if isinstance(value, dict) else value for name, value in config_dict.items()}
+
+    config_dict = read_json(file)
+    if config_dict.get("model_type") != config.model_type:
+        return False
+    with config_errors_explained(str(file)):
+        found = type(config).from_dict(config_dict)
+    return fields_of(found.to_dict()) == fields_of(config.to_dict())
+
+
 def without_queries(name: str) -> str | None:
     return None if name.endswith((*QUERY_NAMES, *PROJECTION_NAMES)) else name
 
@@ -248,11 +281,15 @@ def revert(
         )
         refuse_unscaled_eps(checkpoint, "its base computes something else, if by little. `--force` writes it")
     check_tensors(checkpoint)
+    config = checkpoint.config.to_base_config()
+    kept = checkpoint.folder / BASE_CONFIG_NAME
+    refuse_links_out(checkpoint, [BASE_CONFIG_NAME])
     return write_checkpoint(
         "Reversal",
         checkpoint,
         path,
-        checkpoint.config.to_base_config(),
+        config,
+        files={"config.json": kept} if kept.exists() and says_the_same(kept, config) else {},
         rename=without_queries,
         link=link,
         verify=verify,

@@ -14,6 +14,7 @@ from transformers import PreTrainedModel
 from transformers.utils import logging
 
 from ..checkpoint import Checkpoint
+from ..untrusted import in_one_line
 
 
 @contextlib.contextmanager
@@ -45,7 +46,7 @@ def model_errors_explained(checkpoint: Checkpoint) -> Iterator[None]:
     except Exception as error:
         raise ValueError(
             f"The model of `{checkpoint.name}` does not run, by its config.json or for want of a package:"
-            f" {type(error).__name__}: {' '.join(str(error).split())}"
+            f" {in_one_line(error)}"
         ) from error
 
 

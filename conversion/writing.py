@@ -2,6 +2,7 @@
 """Writing the checkpoint that comes of a conversion: what all of them share, from the first check to the card."""
 
 import json
+import shutil
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -13,7 +14,14 @@ import transformers
 from transformers import AutoProcessor, PreTrainedConfig
 
 from .. import __version__
-from ..checkpoint import REPORT_NAMES, Checkpoint, load_tokenizer, open_checkpoint, refuse_links_out
+from ..checkpoint import (
+    BASE_CONFIG_NAME,
+    REPORT_NAMES,
+    Checkpoint,
+    load_tokenizer,
+    open_checkpoint,
+    refuse_links_out,
+)
 from ..configuration_attnres import AttnResConfig
 from ..depth_reads import Read
 from ..model_cards import CODE_FILES, code_files, inherited_metadata, weights_of, write_model_card
@@ -42,6 +50,7 @@ def write_checkpoint(
     may_differ: bool = False,
     notes: Sequence[str] = (),
     weights: SourceWeights | None = None,
+    files: dict[str, Path] | None = None,
 ) -> ConversionReport:
     """Write, verify, describe: the part that all conversions share.
 
@@ -52,6 +61,7 @@ def write_checkpoint(
         rename: new names of the others, `None` for those to leave out.
         may_differ: write it also if the verification shows a difference.
         weights: what the source's were made from, where that does not show in its files.
+        files: to copy under these names, after the config has been written.
     """
     names, add = cards_to_keep(source, config), add or {}
     weights = weights or weights_of(source)
@@ -65,6 +75,8 @@ def write_checkpoint(
         start = time.perf_counter()
         copy_companions(source, folder, names)
         write_config(config, folder)
+        for name, path_of_file in (files or {}).items():
+            shutil.copyfile(path_of_file, folder / name)
         write_weights(source, folder, add=add, rename=rename, link=link)
         if not isinstance(config, dict):
             notes = [*notes, *keep_tokenizer(source, folder), *keep_processor(source, folder)]
@@ -163,15 +175,15 @@ def write_report_and_card(report: ConversionReport, source: Checkpoint, config: 
 def cards_to_keep(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[str, str | None]:
     """Where the source's cards and reports go, `None` for nowhere.
 
-    A base's card steps aside for that of the conversion, and comes back with the base. Depth maps are of the source,
-    model code of an AttnRes checkpoint.
+    A base's card and config step aside for those of the conversion, and come back with the base. Depth maps are of the
+    source, model code of an AttnRes checkpoint.
     """
     maps = (name for name in source.companions if name.startswith("depth/") and is_attnres(source))
-    names: dict[str, str | None] = dict.fromkeys(("README.md", BASE_CARD_NAME, *REPORT_NAMES, *maps))
+    names: dict[str, str | None] = dict.fromkeys(("README.md", BASE_CARD_NAME, BASE_CONFIG_NAME, *REPORT_NAMES, *maps))
     if written_depth_config(config) is not None:
         if not is_attnres(source):
             return names | {"README.md": BASE_CARD_NAME}
-        return names | {"README.md": "README.md", BASE_CARD_NAME: BASE_CARD_NAME}
+        return names | {name: name for name in ("README.md", BASE_CARD_NAME, BASE_CONFIG_NAME)}
     return names | {BASE_CARD_NAME: "README.md", **dict.fromkeys(CODE_FILES)}
 
 

@@ -20,7 +20,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from attnres.base_classes import DepthReader
 from attnres.configuration_attnres import AttnResConfig
 from attnres.depth_pipeline import count_tensors
-from attnres.depth_probe import FirstOfAll, decoder_layers, move_off_meta, probe_slices, probe_sublayers
+from attnres.depth_probe import KnownValues, decoder_layers, move_off_meta, probe_slices, probe_sublayers
 from attnres.depth_queries import AttnResDepthQueries
 from attnres.families import read_decoder_config
 from attnres.modeling_attnres import AttnResForCausalLM
@@ -306,8 +306,9 @@ def activation_bytes(config: AttnResConfig, layout: Layout) -> list[int] | None:
                 layer.register_forward_pre_hook(at(number + 1))
             layers[-1].register_forward_hook(at(len(layers) + 1))
             kept.update(parameter.untyped_storage()._cdata for parameter in model.parameters())
-            ids = torch.zeros(shape, dtype=torch.long)
-            with FirstOfAll(), WithoutScores(), torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            keep = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+            with KnownValues(), WithoutScores(), keep:
+                ids = torch.zeros(shape, dtype=torch.long)
                 loss = model(ids, labels=ids, use_cache=False).loss
             del loss
     except Exception:  # of the base, in a mode that it does not know

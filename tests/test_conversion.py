@@ -629,7 +629,7 @@ def make_small_base(family, tmp_path):
 SAMPLE_OF_WRONG_VALUES = [
     *(("num_hidden_layers", 0), ("num_hidden_layers", 10**12), ("num_attention_heads", 0), ("rms_norm_eps", -1.0)),
     *(("rms_norm_eps", float("nan")), ("hidden_act", "nothing"), ("quantization_config", 3), ("dtype", "float99")),
-    *(("quantization_config", {}), ("architectures", "LlamaForCausalLM"), ("architectures", ["NoSuchModel"])),
+    *(("quantization_config", {}), ("architectures", "LlamaForCausalLM"), ("architectures", [3])),
     *(("architectures", {"x": 1}), ("dtype", 3), ("max_position_embeddings", -1), ("num_labels", "x")),
     ("num_labels", 10**12),
     *(("head_dim", 0), ("pad_token_id", 10**6), ("vocab_size", 5), ("rope_parameters", 3), ("intermediate_size", 7)),

@@ -59,6 +59,18 @@ def test_activations(family, block_size, checkpointing):
     assert sum(activation_bytes(config, layout)) == pytest.approx(kept_bytes(model, (2, 48)), rel=0.05)
 
 
+@pytest.mark.slow
+def test_activations_with_rotary_embeddings_that_depend_on_positions():
+    """On both sides of the limit beyond which they are computed anew."""
+    rope = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    base = decoder_config("llama", rope_parameters=rope, max_position_embeddings=32)
+    config = AttnResConfig.from_base_config(base, block_size=3)
+    for length in (24, 48):
+        layout = Layout(microbatch_size=2, sequence_length=length, dtype="float32")
+        model = AttnResForCausalLM(copy.deepcopy(config))
+        assert sum(activation_bytes(config, layout)) == pytest.approx(kept_bytes(model, (2, length)), rel=0.05)
+
+
 def test_a_plan_leaves_the_config_alone():
     """A model that shares it computes what it did, and its gradients."""
     config = AttnResConfig.from_base_config(decoder_config("llama"))

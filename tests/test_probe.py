@@ -14,13 +14,13 @@ from families_page import PAGE, RECORD, page
 from family_survey import converted
 from literal_definition import literal_logits, relative
 from rounding import UpToRounding
-from tiny_models import tiny_base_config
+from tiny_models import mostly_slow, tiny_base_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, __version__, initialization
 
 from attnres import AttnResConfig
 from attnres.conversion import convert, revert
-from attnres.depth_probe import probe_layers
+from attnres.depth_probe import probe_layers, probe_sublayers
 from attnres.families import describe_probe, read_decoder_config
 
 
@@ -102,6 +102,14 @@ RIGHT = {
     "view": "return (hidden_states.view(-1, 16) + output.view(-1, 16)).view(output.shape)",
     "a chunk is read": "return hidden_states + output * hidden_states.chunk(2, -1)[0].mean(-1, keepdim=True)",
     "two additions": "return hidden_states + output + self.proj(self.norm(hidden_states + output))",
+    "positions that decide": (
+        "position_ids = torch.arange(output.shape[1])\n        assert position_ids.max() + 1 == output.shape[1]\n"
+        "        output[:, position_ids.remainder(2).bool()] *= 2\n        return hidden_states + output"
+    ),
+    "outputs that decide": (
+        "if output.isnan().any() or output.abs().max() > 1e4 or output.norm().item() > 1e4:\n"
+        "            raise ValueError\n        return hidden_states + output"
+    ),
 }
 WRONG = {
     "norm of the sum": "return self.norm(hidden_states + output)",
@@ -114,6 +122,9 @@ WRONG = {
     "skipped layer": "for layer in self.layers[1:]:",
     "last layer skipped": "for layer in self.layers[:-1]:",
     "normed between layers": "for layer in self.layers:\n            hidden_states = self.norm(hidden_states)",
+    "loop without an end": (
+        "while not (output < 1).all():\n            output = output / 2\n        return hidden_states + output"
+    ),
 }
 # What the reason has to say, if it is not the line itself
 REASONS = {
@@ -122,6 +133,7 @@ REASONS = {
     "reused layer": "its TinyLayer runs more than once",
     "skipped layer": "not in the order of the layers",
     "last layer skipped": "2 of its 3 layers have run",
+    "loop without an end": "(RuntimeError: a loop goes on until a condition on what it has computed holds)",
     "normed between layers": "its model does more to the residual stream than to hand it on, in front of layer 1",
 }
 
@@ -254,6 +266,43 @@ def test_record_and_page():
             with pytest.raises(ValueError, match="is not supported: ") as error:
                 probe_layers(decoder_config(name))
             assert str(error.value).partition("is not supported: ")[2] == f"{reason}."
+
+
+# Whose models have rotary embeddings that are computed anew from the largest position
+DYNAMIC_ROPE = mostly_slow(
+    ["llama", "qwen2", "qwen3", "mistral", "gpt_neox", "stablelm", "falcon", "persimmon", "olmo", "internlm3"], every=6
+)
+
+
+@pytest.mark.parametrize("model_type", DYNAMIC_ROPE)
+def test_rotary_embeddings_that_depend_on_positions(model_type, tmp_path):
+    """Their branches are taken on real positions, and a conversion computes the same on both sides of the limit."""
+    rope = {"rope_theta": 10000.0, "partial_rotary_factor": 1.0}
+    dynamic = {**rope, "rope_type": "dynamic", "factor": 2.0}
+    long = {"rope_type": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4}
+    long = {**rope, **long, "original_max_position_embeddings": 16}
+    for parameters in (dynamic, long):
+        config = decoder_config(model_type, rope_parameters=parameters, max_position_embeddings=16)
+        assert probe_sublayers(config) == probe_sublayers(decoder_config(model_type))
+        native = AutoModelForCausalLM.from_config(config).double().eval()
+        model = converted(native, 2)
+        for length in (7, 24, 7):
+            ids = torch.randint(50, (2, length))
+            with torch.no_grad():
+                assert relative(model(ids).logits, native(ids).logits) < 1e-12
+
+
+def test_a_probe_uses_up_no_random_numbers_and_says_nothing(tmp_path, modules_cache, capfd):
+    """Neither of a router, nor of what is refused, which torch would log with the stack."""
+    state = torch.get_rng_state()
+    noise = "return hidden_states + output + torch.randn(3, 1) * torch.rand_like(output)"
+    describe_probe(read_decoder_config(str(write_base(tmp_path, "noise", noise)), trust_remote_code=True))
+    wrong = "return hidden_states + output * torch.ones(5)"
+    config = read_decoder_config(str(write_base(tmp_path, "wrong shape", wrong)), trust_remote_code=True)
+    with pytest.raises(ValueError, match="is not supported: a run of its model without weights failed"):
+        describe_probe(config)
+    assert torch.equal(torch.get_rng_state(), state)
+    assert capfd.readouterr() == ("", "")
 
 
 @contextlib.contextmanager
