@@ -22,8 +22,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from .base_config import decoder_class
 from .depth_stream import DepthRecorder, DepthStream
 
 
@@ -245,7 +245,7 @@ def run_probe(base_config: PreTrainedConfig) -> Probe:
             # Here transformers gives no initial values. To give them it replaces `torch.nn.init` in the whole process,
             # and of two threads that do so at once the second "restores" what the first has put there
             with torch.device("meta"):
-                model = MODEL_MAPPING[type(base_config)](base_config).eval()
+                model = decoder_class(type(base_config))(base_config).eval()
         with torch.device("cpu"), fake, torch.inference_mode(False), torch.no_grad():
             move_off_meta(model)
             if hasattr(model, "encoder") and hasattr(model, "decoder"):
@@ -300,7 +300,7 @@ def _reason_against_config(base_config: PreTrainedConfig) -> str | None:
         )
     if not hasattr(base_config, "num_hidden_layers"):
         return "its layers are not one stack whose length its config names"
-    if type(base_config) not in MODEL_MAPPING:
+    if decoder_class(type(base_config)) is None:
         return "transformers has no model of it without a head"
     return None
 

@@ -7,7 +7,6 @@ model. What is not the language model is the base's, with its code and parameter
 
 import copy
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -15,7 +14,7 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from .base_classes import class_by_name
 from .configuration_attnres import AttnResConfig
@@ -81,7 +80,7 @@ class AttnResMultimodalConfig(PreTrainedConfig):
         base_config.__class__ = base_class
         del base_config.base_model_type
         base_config.text_config = self.text_config.to_base_config()
-        base_config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[base_class].__name__]
+        base_config.architectures = [MODEL_FOR_MULTIMODAL_LM_MAPPING[base_class].__name__]
         return base_config
 
 
@@ -94,7 +93,7 @@ def config_class_of(base_model_type: str) -> type[AttnResMultimodalConfig]:
     """
     base_class: Any = CONFIG_MAPPING[base_model_type] if base_model_type in CONFIG_MAPPING else None
     reason = None
-    if base_class is None or base_class not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+    if base_class is None or base_class not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
         reason = "transformers has no model of images and text of this type"
     elif "text_config" not in base_class.sub_configs:
         reason = "its config has no `text_config`, of which its language model would be made"
@@ -125,7 +124,7 @@ class AttnResForConditionalGeneration(AttnResPreTrainedModel, AttnResGenerationM
     @classmethod
     def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
         config_class_of(base_model_type)  # which says so if there is none
-        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[base_model_type]]
+        return MODEL_FOR_MULTIMODAL_LM_MAPPING[CONFIG_MAPPING[base_model_type]]
 
     def post_init(self):
         # Of some bases the code names the class of the language model, of most it is an `AttnResModel` already
@@ -133,10 +132,6 @@ class AttnResForConditionalGeneration(AttnResPreTrainedModel, AttnResGenerationM
         decoder = next((module for module in self.modules() if isinstance(module, AttnResModel)), innermost)
         if not isinstance(decoder.config, AttnResConfig):
             raise self._unsupported(f"its {type(decoder).__name__} is not made of its `text_config`")
-        if any(name.startswith("deepstack") for name in inspect.signature(decoder.forward).parameters):
-            raise self._unsupported(
-                "its language model adds features of the images to the residual stream, between the layers"
-            )
         self.trunk_name = next(name for name, module in self.named_modules() if module is decoder)
         try:
             super().post_init()

@@ -1,0 +1,124 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Tiny models of images, video or sound and text, and inputs of theirs.
+
+A type is in `CONFIGS` by what its config needs beside `COMMON`, whose fields its parts take where they have them, at
+any depth.
+"""
+
+import copy
+from dataclasses import fields
+from typing import Any
+
+import torch
+from decoder_configs import COMMON, DECODERS
+from transformers import AutoConfig, AutoModelForMultimodalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+
+IMAGE, VIDEO, AUDIO = 90, 91, 94  # tokens that something else takes the place of
+START, END = 92, 93
+TOKENS = {
+    **dict.fromkeys(("image_token_id", "image_token_index", "img_token_id", "image_patch_id"), IMAGE),
+    **dict.fromkeys(("video_token_id", "video_token_index"), VIDEO),
+    **dict.fromkeys(("audio_token_id", "audio_token_index"), AUDIO),
+    **dict.fromkeys(("vision_start_token_id", "image_start_token_id", "boi_token_index", "vision_bos_token_id"), START),
+    **dict.fromkeys(("vision_end_token_id", "image_end_token_id", "eoi_token_index", "vision_eos_token_id"), END),
+    **dict.fromkeys(("audio_start_token_id", "audio_bos_token_id"), 95),
+    **dict.fromkeys(("audio_end_token_id", "audio_eos_token_id"), 96),
+    **dict.fromkeys(("user_token_id", "video_start_token_id", "video_end_token_id"), 89),
+}
+ENCODER = {
+    **dict.fromkeys(("hidden_size", "embed_dim", "d_model", "width", "encoder_hidden_size"), 32),
+    **dict.fromkeys(("intermediate_size", "encoder_ffn_dim", "mlp_dim"), 48),
+    **dict.fromkeys(("depth", "num_hidden_layers", "encoder_layers", "num_layers"), 2),
+    **dict.fromkeys(("num_heads", "num_attention_heads", "encoder_attention_heads", "num_key_value_heads"), 4),
+    **dict.fromkeys(("out_hidden_size", "output_dim", "projection_dim", "projector_hidden_size"), 32),
+    **{"patch_size": 4, "image_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 1, "head_dim": 8},
+    **{"num_position_embeddings": 16, "initializer_range": 0.1, "num_mel_bins": 16, "max_source_positions": 20},
+    **{"window_size": 8, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1], "n_window": 10},
+    **{"n_window_infer": 20, "downsample_hidden_size": 8},
+}
+
+
+def shrunken(config_class: type, values: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """Those of the values that a config of this class has a field for, and what is given."""
+    names = {field.name for field in fields(config_class)} | {*config_class.attribute_map}
+    found = {name: copy.deepcopy(value) for name, value in values.items() if name in names}
+    for name in given:  # under one of two names, and not under the other
+        for pair in config_class.attribute_map.items():
+            if name in pair:
+                for other in pair:
+                    found.pop(other, None)
+    return {**found, **given}
+
+
+def part_config(config: Any, is_text: bool, given: dict[str, Any]) -> dict[str, Any]:
+    """A part of a config, shrunken, as a dict; `config` is the default one."""
+    own = DECODERS.get(config.model_type, {}) if is_text else {}
+    values = {**TOKENS, **(COMMON if is_text else ENCODER)}
+    parts = {name: part for name, part in vars(config).items() if hasattr(part, "model_type")}
+    shrunk = shrunken(type(config), values, {**own, **given, "model_type": config.model_type})
+    for name, part in parts.items():
+        shrunk[name] = part_config(part, name == "text_config", given.get(name, {}))
+    return shrunk
+
+
+def multimodal_config(model_type: str, **kwargs):
+    """The tiny config of a multimodal type."""
+    default = CONFIG_MAPPING[model_type]()
+    given = copy.deepcopy(CONFIGS.get(model_type, {}))
+    for name, value in given.items():  # a part may be of another type than the default
+        if isinstance(value, dict) and "model_type" in value:
+            setattr(default, name, CONFIG_MAPPING[value["model_type"]]())
+    values = part_config(default, False, {**given, **kwargs})
+    values.pop("model_type")
+    return AutoConfig.for_model(model_type, **values)
+
+
+MROPE = {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 1, 1], "rope_theta": 1e4}}
+CONFIGS: dict[str, dict[str, Any]] = {
+    "qwen2_vl": {"text_config": MROPE, "vision_config": {"hidden_size": 32}},
+    "qwen2_5_vl": {"text_config": MROPE},
+    "qwen3_vl": {"text_config": MROPE},
+    "qwen3_vl_moe": {"text_config": MROPE},
+}
+
+
+def make_base(model_type: str, seed: int = 0):
+    """The model with random weights; those of norms too, as ones and zeros would hide their misuse."""
+    torch.manual_seed(seed)
+    model = AutoModelForMultimodalLM.from_config(multimodal_config(model_type)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(torch.randn_like(parameter) * 0.05)
+    return model
+
+
+def text_around(placeholders: list[int], num_rows: int = 2) -> torch.Tensor:
+    """Rows of text around what is in the place of images or sound."""
+    text = torch.randint(1, 80, (num_rows, 9), generator=torch.Generator().manual_seed(1))
+    return torch.cat([text[:, :4], torch.tensor([placeholders] * num_rows), text[:, 4:]], dim=1)
+
+
+def image_grid_inputs(config, generator: torch.Generator) -> dict[str, torch.Tensor]:
+    """Images as patches, in a grid of 4 x 4 that is merged to 2 x 2 tokens."""
+    ids = text_around([START, *[IMAGE] * 4, END])
+    vision = config.vision_config
+    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    return {
+        "input_ids": ids,
+        "pixel_values": torch.randn(2 * 16, width, generator=generator),
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+        "mm_token_type_ids": (ids == IMAGE).int(),
+    }
+
+
+INPUTS: dict[str, Any] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), image_grid_inputs)
+
+
+def make_inputs(model_type: str, dtype=torch.float32) -> dict[str, torch.Tensor]:
+    """Two rows of text around an image or sound each."""
+    inputs = INPUTS[model_type](multimodal_config(model_type), torch.Generator().manual_seed(1))
+    inputs = {name: value.to(dtype) if value.is_floating_point() else value for name, value in inputs.items()}
+    return {"attention_mask": torch.ones_like(inputs["input_ids"]), **inputs}
