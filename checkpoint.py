@@ -19,16 +19,18 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-from .base_config import base_config_class
+from .base_config import base_config_class, decoder_class
+from .configuration_attnres import AttnResConfig
+from .modeling_attnres import AttnResModel
+from .multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig, auto_class_of
 from .sources import hub_can_be_reached, hub_errors_explained, local_folder, read_config_dict, read_json
 
 
@@ -114,14 +116,14 @@ class Checkpoint:
         """The base's model with a language-modelling head: its causal language model, or multimodal model."""
         base_model_type = getattr(self.config, "base_model_type", self.config.model_type)
         if self.is_multimodal:
-            return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[base_model_type]]
+            return MODEL_FOR_MULTIMODAL_LM_MAPPING[CONFIG_MAPPING[base_model_type]]
         return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
 
     @property
     def auto_class(self) -> Any:
         """What loads it with its head, or the trunk alone where that is not one of a language model."""
         if self.is_multimodal:
-            return AutoModelForImageTextToText
+            return auto_class_of(getattr(self.config, "base_model_type", self.config.model_type))
         return AutoModelForCausalLM if self.has_lm_head else AutoModel
 
     @functools.cached_property
@@ -135,11 +137,12 @@ class Checkpoint:
 
     def _prefix_of_language_model(self) -> str:
         """Found by its embedding, as files may have other names than the model that is loaded from them."""
+        is_ours = isinstance(self.text_config, AttnResConfig)
         with config_errors_explained(self.name), torch.device("meta"):
-            decoder = AutoModel.from_config(self.text_config)
+            decoder = (AttnResModel if is_ours else decoder_class(type(self.text_config)))(self.text_config)
         embedding = decoder.get_input_embeddings().weight
         name = next(name for name, parameter in decoder.named_parameters() if parameter is embedding)
-        prefixes = [found.removesuffix(name) for found in self.weight_map if found.endswith(f".{name}")]
+        prefixes = [found.removesuffix(name) for found in self.weight_map if f".{found}".endswith(f".{name}")]
         if len(prefixes) != 1:
             raise ValueError(
                 f"`{self.name}` has {len(prefixes)} tensors named `...{name}`, the embedding of its language model,"
@@ -147,12 +150,27 @@ class Checkpoint:
             )
         return prefixes[0]
 
+    @functools.cached_property
+    def query_prefix(self) -> str:
+        """Of the names of the depth queries: that of the decoder, but where its tensors have none in the files.
+
+        Then transformers knows each of their names, and not those of the queries, but for the model's own.
+        """
+        found = [name.removesuffix(QUERY_NAMES[1]) for name in self.weight_map if name.endswith(QUERY_NAMES[1])]
+        if found:
+            return found[0]
+        if self.prefix or not self.is_multimodal:
+            return self.prefix
+        with torch.device("meta"):
+            model = AttnResForConditionalGeneration(AttnResMultimodalConfig.from_base_config(self.config))
+        return f"{model.trunk_name}."
+
     @property
     def has_lm_head(self) -> bool:
         """Whether it is a language model's; of other checkpoints the trunk is looked at."""
         names = self.lm_class.__name__, "AttnResForCausalLM", "AttnResForConditionalGeneration"
         architectures = self.config_dict.get("architectures") or names  # a list, see `read_config_dict`
-        return bool(self.prefix) and architectures[0] in names
+        return (self.is_multimodal or bool(self.prefix)) and architectures[0] in names
 
     @property
     def num_bytes(self) -> int:

@@ -14,7 +14,13 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+)
 
 from .base_classes import class_by_name
 from .configuration_attnres import AttnResConfig
@@ -48,6 +54,10 @@ class AttnResMultimodalConfig(PreTrainedConfig):
         if not isinstance(self.text_config, PreTrainedConfig):  # the base would make its own kind of it
             self.text_config = AttnResConfig.from_dict(self.text_config or {})
         super().__post_init__(**kwargs)
+
+    def validate_architecture(self):
+        """Part of `@strict`-powered validation: the base configuration's own checks, with a text config of its kind."""
+        self.to_base_config().validate_architecture()
 
     def __reduce_ex__(self, protocol):
         return _new_config, (self.base_model_type,), self.__dict__
@@ -94,9 +104,16 @@ def config_class_of(base_model_type: str) -> type[AttnResMultimodalConfig]:
     base_class: Any = CONFIG_MAPPING[base_model_type] if base_model_type in CONFIG_MAPPING else None
     reason = None
     if base_class is None or base_class not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
-        reason = "transformers has no model of images and text of this type"
+        reason = "transformers has no multimodal language model of this type"
     elif "text_config" not in base_class.sub_configs:
         reason = "its config has no `text_config`, of which its language model would be made"
+        parts = {
+            name: part
+            for name, part in base_class.sub_configs.items()
+            if "text_config" in getattr(part, "sub_configs", ())
+        }
+        for name, part in parts.items():
+            reason += f"; `{name}` has one, and a model of it, of type {part.model_type!r}, can be a base by itself"
     if reason is not None:
         raise ValueError(f"`base_model_type={base_model_type!r}` is not supported: {reason}.")
     members = {
@@ -107,6 +124,21 @@ def config_class_of(base_model_type: str) -> type[AttnResMultimodalConfig]:
         "text_config": None,
     }
     return strict(type(AttnResMultimodalConfig.__name__, (AttnResMultimodalConfig, base_class), members))
+
+
+def is_multimodal(base_model_type: str) -> bool:
+    """Whether models of a type are multimodal, and not causal language models alone."""
+    if base_model_type not in CONFIG_MAPPING:
+        return False
+    base_class = CONFIG_MAPPING[base_model_type]
+    is_causal = base_class in MODEL_FOR_CAUSAL_LM_MAPPING
+    return "text_config" in base_class.sub_configs or base_class in MODEL_FOR_MULTIMODAL_LM_MAPPING and not is_causal
+
+
+def auto_class_of(base_model_type: str) -> type:
+    """The Auto class by which multimodal models of a type are loaded: that of images, or one that has others too."""
+    sees = CONFIG_MAPPING[base_model_type] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForMultimodalLM
 
 
 def _new_config(base_model_type: str) -> AttnResMultimodalConfig:

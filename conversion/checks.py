@@ -18,7 +18,7 @@ from ..modeling_attnres import (
     AttnResForSequenceClassification,
     AttnResForTokenClassification,
 )
-from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig
+from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig, is_multimodal
 from ..multimodal_attnres import config_class_of as multimodal_config_class
 from .running import quiet_loading
 
@@ -52,10 +52,10 @@ def check_type(config_dict: dict):
     model_type = config_dict["model_type"]
     if model_type in MODEL_TYPES:
         return
-    if isinstance(config_dict.get("text_config"), dict):
+    if is_multimodal(model_type):
         multimodal_config_class(model_type)
     else:
-        check_base_model_type(model_type)
+        check_base_model_type(model_type, has_lm_head=True)
 
 
 def refuse_multimodal(checkpoint: Checkpoint):
@@ -78,10 +78,10 @@ def refuse_other_naming(checkpoint: Checkpoint):
 
 def refuse_trained_queries(checkpoint: Checkpoint, consequence: str):
     """Raise a `ValueError` that says how large the queries are, unless all are zero."""
-    names = [checkpoint.prefix + name for name in ZERO_AT_FIRST]
+    names = [checkpoint.query_prefix + name for name in ZERO_AT_FIRST]
     names = [name for name in names if name in checkpoint.weight_map]
     if not names:
-        name = checkpoint.prefix + QUERY_NAMES[0]
+        name = checkpoint.query_prefix + QUERY_NAMES[0]
         raise ValueError(f"`{checkpoint.name}` lacks the tensor `{name}`, so it is no whole AttnRes checkpoint.")
     for tensor in checkpoint.tensors(names).values():
         norms = tensor.float().flatten(1).norm(dim=-1)
@@ -140,7 +140,10 @@ def check_config(checkpoint: Checkpoint):
 
 
 def num_layers_of(config: PreTrainedConfig) -> int:
-    return len(config.sublayers_per_layer() if isinstance(config, AttnResConfig) else probe_sublayers(config))
+    if isinstance(config, AttnResConfig):
+        return len(config.sublayers_per_layer())
+    check_base_model_type(config.model_type)
+    return len(probe_sublayers(config))
 
 
 def check_head(checkpoint: Checkpoint, config: AttnResConfig):

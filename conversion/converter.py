@@ -135,7 +135,7 @@ def _convert(
         checkpoint,
         path,
         config,
-        add=initial_queries(checkpoint.prefix, depth_config(config)) if is_new or is_other_query else {},
+        add=initial_queries(checkpoint.query_prefix, depth_config(config)) if is_new or is_other_query else {},
         rename=without_queries if is_other_query else lambda name: name,
         notes=notes,
         **options,

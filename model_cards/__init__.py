@@ -214,7 +214,7 @@ def model_card(
     if not isinstance(checkpoint.text_config, AttnResConfig):
         raise ValueError(f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one.")
     folder = checkpoint.folder
-    names = [checkpoint.prefix + name for name in ZERO_AT_FIRST]
+    names = [checkpoint.query_prefix + name for name in ZERO_AT_FIRST]
     names = [name for name in names if name in checkpoint.weight_map]
     card_path, report_path, table = (
         folder / "README.md",

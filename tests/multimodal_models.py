@@ -6,6 +6,7 @@ any depth.
 """
 
 import copy
+import functools
 from dataclasses import fields
 from typing import Any
 
@@ -81,6 +82,40 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": {"text_config": MROPE},
     "qwen3_vl": {"text_config": MROPE},
     "qwen3_vl_moe": {"text_config": MROPE},
+    "cosmos3_edge": {"text_config": MROPE, "vision_config": {"num_patches": 16}},
+    "cosmos3_omni": {"text_config": MROPE},
+    "glm4v": {"text_config": MROPE},
+    "glm4v_moe": {
+        "text_config": {
+            "n_routed_experts": 4,
+            "rope_parameters": {**MROPE["rope_parameters"], "partial_rotary_factor": 1.0},
+        }
+    },
+    "glm46v": {"text_config": MROPE},
+    "glmga": {"text_config": MROPE},
+    "glm_ocr": {"text_config": MROPE},
+    "ernie4_5_vl_moe": {
+        "text_config": {
+            "rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 2]},
+            **{"moe_intermediate_size": [16, 16], "moe_k": 2, "moe_num_experts": 4},
+        },
+        "vision_config": {"temporal_merge_size": 2, "intermediate_size": 48},
+    },
+    "paddleocr_vl": {"text_config": MROPE},
+    "hunyuan_vl": {
+        "text_config": {"rope_parameters": {**MROPE["rope_parameters"], "mrope_section": [1, 1, 1, 1]}},
+        "vision_config": {"text_hidden_size": 32},
+    },
+    "granite_docling": {"vision_config": {"scale_factor": 2}},
+    "cohere_compass": {},
+    "mistral_large4": {"text_config": {"n_routed_experts": 4, "num_key_value_heads": 4}},
+    "molmo2": {"vision_config": {"image_size": [16, 16]}, "adapter_config": {"text_hidden_size": 32}},
+    "muse_glimmer": {"vision_config": {"patch_temporal": 1}, "out_hidden_size": 128},
+    "step3p7": {},
+    "qwen2_5_omni_thinker": {"text_config": MROPE, "vision_start_token_id": START},
+    "qwen3_omni_moe_thinker": {"text_config": MROPE, "vision_start_token_id": START},
+    "voxtral": {"audio_config": {"intermediate_size": 128}},
+    "qwen2_audio": {},
 }
 
 
@@ -101,20 +136,81 @@ def text_around(placeholders: list[int], num_rows: int = 2) -> torch.Tensor:
     return torch.cat([text[:, :4], torch.tensor([placeholders] * num_rows), text[:, 4:]], dim=1)
 
 
-def image_grid_inputs(config, generator: torch.Generator) -> dict[str, torch.Tensor]:
-    """Images as patches, in a grid of 4 x 4 that is merged to 2 x 2 tokens."""
-    ids = text_around([START, *[IMAGE] * 4, END])
+def patches(config, generator: torch.Generator, flat: bool = True) -> dict[str, torch.Tensor]:
+    """An image for each of two rows as patches, in a grid of 4 x 4 that is merged to 2 x 2 tokens."""
     vision = config.vision_config
-    width = 3 * vision.temporal_patch_size * vision.patch_size**2
+    shape = 3, getattr(vision, "temporal_patch_size", 1), vision.patch_size, vision.patch_size
+    pixels = torch.randn(2 * 16, *shape, generator=generator)
+    return {"pixel_values": pixels.flatten(1) if flat else pixels[:, :, 0], "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+
+
+def image_grid(config, generator):
+    ids = text_around([START, *[IMAGE] * 4, END])
+    return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int(), **patches(config, generator)}
+
+
+def image_grid_of_squares(config, generator):
+    return {**image_grid(config, generator), **patches(config, generator, flat=False)}
+
+
+def image_grid_with_line_ends(config, generator):
+    ids = text_around([START, *[IMAGE] * 8, END])
+    return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int(), **patches(config, generator)}
+
+
+def images(config, generator, num_tokens: int = 4):
+    pixels = torch.randn(2, 3, 16, 16, generator=generator)
+    return {"input_ids": text_around([START, *[IMAGE] * num_tokens, END]), "pixel_values": pixels}
+
+
+def images_of_sizes(config, generator):
+    return {**images(config, generator), "image_sizes": torch.tensor([[16, 16]] * 2)}
+
+
+def tiles(config, generator):
+    found = images(config, generator)
     return {
-        "input_ids": ids,
-        "pixel_values": torch.randn(2 * 16, width, generator=generator),
-        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
-        "mm_token_type_ids": (ids == IMAGE).int(),
+        **found,
+        "pixel_values": found["pixel_values"].unsqueeze(1),
+        "pixel_attention_mask": torch.ones(2, 1, dtype=torch.bool),
     }
 
 
-INPUTS: dict[str, Any] = dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"), image_grid_inputs)
+def image_and_sound(config, generator, num_sounds: int = 4):
+    ids = text_around([START, *[IMAGE] * 4, END, 95, *[AUDIO] * num_sounds, 96])
+    return {
+        "input_ids": ids,
+        **patches(config, generator),
+        "input_features": torch.randn(2, 16, 16, generator=generator),
+        "feature_attention_mask": torch.ones(2, 16, dtype=torch.long),
+    }
+
+
+def image_and_short_sound(config, generator):
+    return image_and_sound(config, generator, num_sounds=2)
+
+
+def sound(num_tokens: int, num_frames: int = 40, mask: str | None = None, **fields):
+    def make(config, generator):
+        ids = text_around([95, *[AUDIO] * num_tokens, 96])
+        found = {"input_ids": ids, "input_features": torch.randn(2, 16, num_frames, generator=generator), **fields}
+        return found if mask is None else {**found, mask: torch.ones(2, num_frames, dtype=torch.long)}
+
+    return make
+
+
+INPUTS: dict[str, Any] = {
+    **dict.fromkeys(CONFIGS, image_grid),
+    "paddleocr_vl": image_grid_of_squares,
+    "hunyuan_vl": image_grid_with_line_ends,
+    "step3p7": functools.partial(images, num_tokens=1),
+    "mistral_large4": images_of_sizes,
+    "granite_docling": tiles,
+    "qwen2_5_omni_thinker": image_and_sound,
+    "qwen3_omni_moe_thinker": image_and_short_sound,
+    "voxtral": sound(5),
+    "qwen2_audio": sound(10, mask="feature_attention_mask"),
+}
 
 
 def make_inputs(model_type: str, dtype=torch.float32) -> dict[str, torch.Tensor]:
