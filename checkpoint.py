@@ -27,8 +27,9 @@ from transformers import (
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
-from .base_config import base_config_class, decoder_class
+from .base_config import base_config_class
 from .configuration_attnres import AttnResConfig
+from .depth_probe import decoder_on_meta
 from .modeling_attnres import AttnResModel
 from .multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig, auto_class_of
 from .sources import hub_can_be_reached, hub_errors_explained, local_folder, read_config_dict, read_json
@@ -137,18 +138,21 @@ class Checkpoint:
 
     def _prefix_of_language_model(self) -> str:
         """Found by its embedding, as files may have other names than the model that is loaded from them."""
-        is_ours = isinstance(self.text_config, AttnResConfig)
-        with config_errors_explained(self.name), torch.device("meta"):
-            decoder = (AttnResModel if is_ours else decoder_class(type(self.text_config)))(self.text_config)
+        decoder: Any
+        if isinstance(self.text_config, AttnResConfig):
+            with config_errors_explained(self.name), torch.device("meta"):
+                decoder = AttnResModel(self.text_config)
+        else:
+            decoder = decoder_on_meta(self.text_config)
         embedding = decoder.get_input_embeddings().weight
         name = next(name for name, parameter in decoder.named_parameters() if parameter is embedding)
         prefixes = [found.removesuffix(name) for found in self.weight_map if f".{found}".endswith(f".{name}")]
-        if len(prefixes) != 1:
+        if len(prefixes) > 1:
             raise ValueError(
                 f"`{self.name}` has {len(prefixes)} tensors named `...{name}`, the embedding of its language model,"
                 " where there should be one."
             )
-        return prefixes[0]
+        return prefixes[0] if prefixes else ""  # of other names, which transformers knows, or it is missing
 
     @functools.cached_property
     def query_prefix(self) -> str:

@@ -510,8 +510,9 @@ class SelectedTokens(DepthStream):
 
     def is_of(self, stream: DepthStream, selected: Any) -> bool:
         """Whether they are tokens of this stream, those that are selected there."""
-        pairs = zip(self.stream.sources, stream.sources)
-        if not isinstance(selected, SelectedTokens) or not all(own is other for own, other in pairs):
+        if not isinstance(selected, SelectedTokens) or self.stream.site != stream.site:
+            return False
+        if not all(own is other for own, other in zip(self.stream.sources, stream.sources, strict=True)):
             return False
         return self.mask is selected.mask or torch.equal(self.mask, selected.mask)
 

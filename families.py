@@ -152,8 +152,8 @@ def describe_probe(config: PreTrainedConfig) -> list[str]:
     report = probe_report(config)
     inside = "" if report["language_model"] == report["model_type"] else f" (in it {report['language_model']})"
     described = [
-        f"{report['model_type']}{inside}: {report['num_layers']} layers, {report['num_sites']} sites. It can be a base: with"
-        " queries of zero the AttnRes model computes the same."
+        f"{report['model_type']}{inside}: {report['num_layers']} layers, {report['num_sites']} sites. It can be a"
+        " base: with queries of zero the AttnRes model computes the same."
     ]
     for run in report["layers"]:
         first, last = run["first"], run["last"]

@@ -24,6 +24,7 @@ from transformers.models.auto.modeling_auto import (
 
 from .base_classes import class_by_name
 from .configuration_attnres import AttnResConfig
+from .depth_probe import RefusedBase
 from .generation_attnres import AttnResGenerationMixin
 from .modeling_attnres import AttnResModel, AttnResPreTrainedModel
 
@@ -56,7 +57,7 @@ class AttnResMultimodalConfig(PreTrainedConfig):
         super().__post_init__(**kwargs)
 
     def validate_architecture(self):
-        """Part of `@strict`-powered validation: the base configuration's own checks, with a text config of its kind."""
+        """Part of `@strict`-powered validation: the base configuration's own checks, on its own text config."""
         self.to_base_config().validate_architecture()
 
     def __reduce_ex__(self, protocol):
@@ -80,8 +81,14 @@ class AttnResMultimodalConfig(PreTrainedConfig):
         config.__class__ = config_class
         config.base_model_type, config.text_config = base_config.model_type, text_config
         config.architectures = [AttnResForConditionalGeneration.__name__]
-        with torch.device("meta"):
-            AttnResForConditionalGeneration(config)  # which says what stands against it
+        try:
+            with torch.device("meta"):
+                AttnResForConditionalGeneration(config)  # which says what stands against it
+        except ValueError:
+            raise
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RefusedBase(base_config, f"no model can be made of its config ({text})") from error
         return config
 
     def to_base_config(self) -> PreTrainedConfig:

@@ -11,7 +11,7 @@ from transformers.activations import ACT2FN
 from ..base_config import check_base_model_type, rename_architectures
 from ..checkpoint import QUERY_NAMES, ZERO_AT_FIRST, Checkpoint
 from ..configuration_attnres import AttnResConfig
-from ..depth_probe import probe_sublayers
+from ..depth_probe import probe_sublayers, refuse_by_config
 from ..model_cards import PIPELINE_TAGS
 from ..modeling_attnres import (
     AttnResForQuestionAnswering,
@@ -110,8 +110,11 @@ def check_config(checkpoint: Checkpoint):
 
     for field in POSITIVE_FIELDS:
         value = vars(config).get(config.attribute_map.get(field, field))  # some are of single layers
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            refuse(field, value, "a number >= 1")
+        if value == getattr(type(config), field, None):  # some have 0 for none
+            continue
+        for number in value if isinstance(value, list) and value else [value]:  # one for each kind of expert
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+                refuse(field, value, "a number >= 1")
     for field, value in vars(config).items():
         is_eps = field.endswith(("_eps", "epsilon")) and field != "attn_res_scale_norm_eps"
         if is_eps and value is not None and (not isinstance(value, int | float) or not 0 <= value < 1):
@@ -120,6 +123,9 @@ def check_config(checkpoint: Checkpoint):
         value = getattr(config, field, None)
         if value is not None and value not in ACT2FN:
             refuse(field, value, f"one of {', '.join(ACT2FN)}")
+    if not isinstance(config, AttnResConfig):
+        check_base_model_type(config.model_type)
+        refuse_by_config(config)
     dtype = checkpoint.config.dtype
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
         refuse("dtype", dtype, "one of float32, bfloat16, float16")
@@ -140,10 +146,7 @@ def check_config(checkpoint: Checkpoint):
 
 
 def num_layers_of(config: PreTrainedConfig) -> int:
-    if isinstance(config, AttnResConfig):
-        return len(config.sublayers_per_layer())
-    check_base_model_type(config.model_type)
-    return len(probe_sublayers(config))
+    return len(config.sublayers_per_layer() if isinstance(config, AttnResConfig) else probe_sublayers(config))
 
 
 def check_head(checkpoint: Checkpoint, config: AttnResConfig):

@@ -119,10 +119,13 @@ def _convert(
         refuse_multimodal(checkpoint)
     refuse_other_naming(checkpoint)
     check_config(checkpoint)
-    check_tensors(checkpoint)
 
     is_new = not is_attnres(checkpoint)
-    config = (config_with_depth_attention if is_new else config_with_other_read)(checkpoint, blocks, read)
+    if is_new:
+        config = config_with_depth_attention(checkpoint, blocks, read)
+    check_tensors(checkpoint)
+    if not is_new:
+        config = config_with_other_read(checkpoint, blocks, read)
     check_head(checkpoint, config)
     if self_contained:
         config.auto_map = dict(REMOTE_CODE_AUTO_MAP)

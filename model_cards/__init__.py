@@ -15,6 +15,7 @@ import torch
 from huggingface_hub import HfApi, ModelCard, ModelCardData
 from huggingface_hub.repocard import metadata_load
 from huggingface_hub.repocard_data import eval_results_to_model_index
+from transformers import AutoModelForImageTextToText
 from yaml import YAMLError
 
 from .. import __version__
@@ -74,7 +75,7 @@ def render_model_card(
     inspection: dict[str, Any] | None = None,
     differences: bool = False,
     training: dict[str, Any] | None = None,
-    multimodal: bool = False,
+    multimodal: str | None = None,
     with_code: bool = True,
 ) -> ModelCard:
     """The card of an AttnRes model.
@@ -90,7 +91,7 @@ def render_model_card(
         inspection: what they were drawn from, see `_inspection`.
         differences: whether there is a plot of the evaluation.
         training: of a fine-tuned model `base`, `mode`, `dataset`, `steps`, and the held-out loss `before` and `after`.
-        multimodal: whether it loads with the code of its base and the package alone.
+        multimodal: the name of the Auto class by which a multimodal model is loaded, with the code of its base.
         with_code: whether the code of the model goes with it.
     """
     metadata = {
@@ -224,7 +225,8 @@ def model_card(
     metadata = read_metadata(card_path)
     metadata = {**metadata, **(base_metadata or {}), **code_metadata()}
     if checkpoint.is_multimodal:
-        metadata["pipeline_tag"] = PIPELINE_TAGS["AttnResForConditionalGeneration"]
+        sees = checkpoint.auto_class is AutoModelForImageTextToText
+        metadata["pipeline_tag"] = PIPELINE_TAGS["AttnResForConditionalGeneration"] if sees else "audio-text-to-text"
     report = json.loads(report_path.read_text(encoding="utf-8")) if report_path.exists() else None
     verification = None if report is None else report["verification"]
     title = title or (repo_id or folder.absolute().name).split("/")[-1]
@@ -243,7 +245,7 @@ def model_card(
         inspection=_inspection(folder),
         differences=(folder / "evaluation/differences.png").exists(),
         training=training,
-        multimodal=checkpoint.is_multimodal,
+        multimodal=checkpoint.auto_class.__name__ if checkpoint.is_multimodal else None,
         with_code=(repo_id is not None if on_hub is None else on_hub) or (folder / "modeling_attnres.py").exists(),
     )
 

@@ -22,8 +22,10 @@ TOKENS = {
     **dict.fromkeys(("image_token_id", "image_token_index", "img_token_id", "image_patch_id"), IMAGE),
     **dict.fromkeys(("video_token_id", "video_token_index"), VIDEO),
     **dict.fromkeys(("audio_token_id", "audio_token_index"), AUDIO),
-    **dict.fromkeys(("vision_start_token_id", "image_start_token_id", "boi_token_index", "vision_bos_token_id"), START),
-    **dict.fromkeys(("vision_end_token_id", "image_end_token_id", "eoi_token_index", "vision_eos_token_id"), END),
+    **dict.fromkeys(
+        ("vision_start_token_id", "image_start_token_id", "boi_token_index", "vision_bos_token_id"), START
+    ),
+    **dict.fromkeys(("vision_end_token_id", "image_end_token_id", "eoi_token_index"), END),
     **dict.fromkeys(("audio_start_token_id", "audio_bos_token_id"), 95),
     **dict.fromkeys(("audio_end_token_id", "audio_eos_token_id"), 96),
     **dict.fromkeys(("user_token_id", "video_start_token_id", "video_end_token_id"), 89),
@@ -109,13 +111,31 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "granite_docling": {"vision_config": {"scale_factor": 2}},
     "cohere_compass": {},
     "mistral_large4": {"text_config": {"n_routed_experts": 4, "num_key_value_heads": 4}},
-    "molmo2": {"vision_config": {"image_size": [16, 16]}, "adapter_config": {"text_hidden_size": 32}},
+    "molmo2": {
+        "image_patch_id": IMAGE,
+        "vision_config": {"image_size": [16, 16]},
+        "adapter_config": {"vision_feature_layer": [1, 0], "text_hidden_size": 32},
+    },
     "muse_glimmer": {"vision_config": {"patch_temporal": 1}, "out_hidden_size": 128},
     "step3p7": {},
+    "granite4_vision": {
+        "vision_config": {"hidden_size": 64, "num_attention_heads": 4},
+        "qformer_config": {"intermediate_size": 48, "num_attention_heads": 1, "hidden_size": 64},
+        **{"downsample_rate": "1/2", "deepstack_layer_map": [[0, 0], [1, 2]], "spatial_target_layers": [1, 3]},
+        **{"image_grid_pinpoints": [[16, 16]], "projector_dropout": 0.0},
+    },
     "qwen2_5_omni_thinker": {"text_config": MROPE, "vision_start_token_id": START},
     "qwen3_omni_moe_thinker": {"text_config": MROPE, "vision_start_token_id": START},
     "voxtral": {"audio_config": {"intermediate_size": 128}},
     "qwen2_audio": {},
+    "glmasr": {"audio_config": {"intermediate_size": 128}},
+    "fun_asr_nano": {"adaptor_config": {"intermediate_size": 8}},
+    "qwen3_asr": {"audio_config": {"n_window": 50, "n_window_infer": 100}},
+    "granite_speech": {
+        "encoder_config": {"input_dim": 16, "num_layers": 2, "hidden_dim": 32, "num_heads": 4, "context_size": 8},
+        **{"has_lora_adapter": False, "window_size": 15},
+    },
+    "moss_transcribe_diarize": {"audio_chunk_size": 100},
 }
 
 
@@ -141,12 +161,19 @@ def patches(config, generator: torch.Generator, flat: bool = True) -> dict[str, 
     vision = config.vision_config
     shape = 3, getattr(vision, "temporal_patch_size", 1), vision.patch_size, vision.patch_size
     pixels = torch.randn(2 * 16, *shape, generator=generator)
-    return {"pixel_values": pixels.flatten(1) if flat else pixels[:, :, 0], "image_grid_thw": torch.tensor([[1, 4, 4]] * 2)}
+    return {
+        "pixel_values": pixels.flatten(1) if flat else pixels[:, :, 0],
+        "image_grid_thw": torch.tensor([[1, 4, 4]] * 2),
+    }
 
 
 def image_grid(config, generator):
     ids = text_around([START, *[IMAGE] * 4, END])
     return {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).int(), **patches(config, generator)}
+
+
+def image_grid_alone(config, generator):
+    return {"input_ids": text_around([START, *[IMAGE] * 4, END]), **patches(config, generator)}
 
 
 def image_grid_of_squares(config, generator):
@@ -165,6 +192,21 @@ def images(config, generator, num_tokens: int = 4):
 
 def images_of_sizes(config, generator):
     return {**images(config, generator), "image_sizes": torch.tensor([[16, 16]] * 2)}
+
+
+def images_and_tiles(config, generator):
+    found = images_of_sizes(config, generator)
+    pixels = torch.randn(2, 2, 3, 16, 16, generator=generator)  # the whole image, and what is its only tile
+    return {**found, "input_ids": text_around([IMAGE] * 10), "pixel_values": pixels}
+
+
+def pooled_images(config, generator):
+    return {
+        "input_ids": text_around([START, *[IMAGE] * 4, END]),
+        "pixel_values": torch.randn(2, 16, 48, generator=generator),
+        "image_token_pooling": torch.arange(32).view(8, 4),
+        "image_grids": torch.tensor([[2, 2, 0, 0]] * 2),
+    }
 
 
 def tiles(config, generator):
@@ -190,10 +232,13 @@ def image_and_short_sound(config, generator):
     return image_and_sound(config, generator, num_sounds=2)
 
 
-def sound(num_tokens: int, num_frames: int = 40, mask: str | None = None, **fields):
+def sound(num_tokens: int, shape: tuple[int, int] = (16, 40), mask: str | None = None, **others):
+    """Of each row, features of some shape; its longer side, or its first, is the time."""
+
     def make(config, generator):
         ids = text_around([95, *[AUDIO] * num_tokens, 96])
-        found = {"input_ids": ids, "input_features": torch.randn(2, 16, num_frames, generator=generator), **fields}
+        found = {"input_ids": ids, "input_features": torch.randn(2, *shape, generator=generator), **others}
+        num_frames = shape[0] if shape[0] < 16 else shape[1]
         return found if mask is None else {**found, mask: torch.ones(2, num_frames, dtype=torch.long)}
 
     return make
@@ -205,11 +250,19 @@ INPUTS: dict[str, Any] = {
     "hunyuan_vl": image_grid_with_line_ends,
     "step3p7": functools.partial(images, num_tokens=1),
     "mistral_large4": images_of_sizes,
+    "muse_glimmer": image_grid_alone,
     "granite_docling": tiles,
+    "granite4_vision": images_and_tiles,
+    "molmo2": pooled_images,
     "qwen2_5_omni_thinker": image_and_sound,
     "qwen3_omni_moe_thinker": image_and_short_sound,
     "voxtral": sound(5),
     "qwen2_audio": sound(10, mask="feature_attention_mask"),
+    "glmasr": sound(2, (16, 16), mask="input_features_mask"),
+    "fun_asr_nano": sound(3, (3, 7 * 16), mask="input_features_mask"),
+    "qwen3_asr": sound(13, (16, 100), mask="input_features_mask"),
+    "granite_speech": sound(3, (15, 16)),
+    "moss_transcribe_diarize": sound(5, mask="input_features_mask", padding_mask=torch.ones(2, 100, dtype=torch.long)),
 }
 
 
