@@ -156,14 +156,15 @@ class Checkpoint:
 
     @functools.cached_property
     def query_prefix(self) -> str:
-        """Of the names of the depth queries: that of the decoder, but where its tensors have none in the files.
+        """Of the names of the depth queries.
 
-        Then transformers knows each of their names, and not those of the queries, but for the model's own.
+        Where there are none yet, that of the decoder. Files of multimodal models may have other names than the model,
+        and then transformers knows each of those, and not what they would be of the queries.
         """
         found = [name.removesuffix(QUERY_NAMES[1]) for name in self.weight_map if name.endswith(QUERY_NAMES[1])]
         if found:
             return found[0]
-        if self.prefix or not self.is_multimodal:
+        if not self.is_multimodal or isinstance(self.text_config, AttnResConfig):
             return self.prefix
         with torch.device("meta"):
             model = AttnResForConditionalGeneration(AttnResMultimodalConfig.from_base_config(self.config))

@@ -39,6 +39,9 @@ ENCODER = {
     **{"patch_size": 4, "image_size": 16, "spatial_merge_size": 2, "temporal_patch_size": 1, "head_dim": 8},
     **{"num_position_embeddings": 16, "initializer_range": 0.1, "num_mel_bins": 16, "max_source_positions": 20},
     **{"window_size": 8, "fullatt_block_indexes": [1], "deepstack_visual_indexes": [0, 1], "n_window": 10},
+    **dict.fromkeys(
+        ("dropout", "hidden_dropout", "hidden_dropout_prob", "attention_probs_dropout_prob", "attention_dropout"), 0.0
+    ),
     **{"n_window_infer": 20, "downsample_hidden_size": 8},
 }
 
@@ -201,8 +204,10 @@ def images_and_tiles(config, generator):
 
 
 def pooled_images(config, generator):
+    ids = text_around([START, *[IMAGE] * 4, END])
     return {
-        "input_ids": text_around([START, *[IMAGE] * 4, END]),
+        "input_ids": ids,
+        "mm_token_type_ids": (ids == IMAGE).int(),
         "pixel_values": torch.randn(2, 16, 48, generator=generator),
         "image_token_pooling": torch.arange(32).view(8, 4),
         "image_grids": torch.tensor([[2, 2, 0, 0]] * 2),

