@@ -9,15 +9,11 @@ import importlib
 import inspect
 import re
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from transformers import __version__
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.generation.configuration_utils import GenerationConfig
-
-
-if TYPE_CHECKING:
-    from transformers.modeling_utils import PreTrainedModel
 
 
 # Decoders that would pass the probe, and why they are refused all the same
@@ -62,7 +58,7 @@ def check_base_model_type(base_model_type: str, has_lm_head: bool = False):
     config_class = CONFIG_MAPPING[base_model_type] if base_model_type in CONFIG_MAPPING else None
     if config_class is not None and config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
-    inside = config_class is not None and is_inside_multimodal(config_class)
+    inside = config_class is not None and is_inside_multimodal(config_class)  # type: ignore[arg-type]
     if inside and not has_lm_head:
         return
     close = difflib.get_close_matches(base_model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
@@ -91,8 +87,7 @@ def is_inside_multimodal(config_class: type[PreTrainedConfig]) -> bool:
     )
 
 
-@functools.cache
-def decoder_class(config_class: type[PreTrainedConfig]) -> "type[PreTrainedModel] | None":
+def decoder_class(config_class: type[PreTrainedConfig]) -> Any:
     """The class of a base's model without a head, `None` if there is none.
 
     `AutoModel` does not know all language models of multimodal ones. Those are found in the code beside their config:
@@ -105,7 +100,7 @@ def decoder_class(config_class: type[PreTrainedConfig]) -> "type[PreTrainedModel
     with contextlib.suppress(ValueError):  # of a name that is not there
         if config_class in MODEL_MAPPING:
             return MODEL_MAPPING[config_class]
-    if not is_inside_multimodal(config_class):
+    if not is_inside_multimodal(config_class):  # type: ignore[arg-type]
         return None
     code = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
     found = [
@@ -113,7 +108,7 @@ def decoder_class(config_class: type[PreTrainedConfig]) -> "type[PreTrainedModel
         for of_code in vars(code).values()
         if isinstance(of_code, type)
         and issubclass(of_code, PreTrainedModel)
-        and of_code.config_class is config_class
+        and getattr(of_code, "config_class", None) is config_class
         and not issubclass(of_code, GenerationMixin)
         and "forward" in vars(of_code)
     ]
