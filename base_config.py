@@ -1,9 +1,11 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What is known of the configuration of a base: its class, the fields that it gives a meaning to, its other names."""
 
+import contextlib
 import copy
 import difflib
 import functools
+import importlib
 import inspect
 import re
 from dataclasses import fields
@@ -34,8 +36,12 @@ _GENERIC_KEYWORDS = set(
 _ROPE_KEYWORDS = {"rope_theta", "rope_scaling", "rope_parameters", "partial_rotary_factor"}
 
 
-def check_base_model_type(base_model_type: str):
-    """Raise a `ValueError` that says why, if `base_model_type` cannot be a base."""
+def check_base_model_type(base_model_type: str, has_lm_head: bool = False):
+    """Raise a `ValueError` that says why, if `base_model_type` cannot be a base.
+
+    Args:
+        has_lm_head: whether it has to be one with a causal language model, and not only inside a multimodal one.
+    """
     if not isinstance(base_model_type, str):
         raise ValueError(
             f"`base_model_type={base_model_type!r}` must be the model type of a decoder, a string such as 'qwen3',"
@@ -49,12 +55,64 @@ def check_base_model_type(base_model_type: str):
     if base_model_type in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES:
         return
     # Others may have been registered, with code of their own
-    if base_model_type not in CONFIG_MAPPING or CONFIG_MAPPING[base_model_type] not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        close = difflib.get_close_matches(base_model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
-        raise ValueError(
-            f"`base_model_type={base_model_type!r}` is not supported: transformers {__version__} has no causal"
-            " language model of this type." + (f" Did you mean {' or '.join(close)}?" if close else "")
-        )
+    config_class = CONFIG_MAPPING[base_model_type] if base_model_type in CONFIG_MAPPING else None
+    if config_class is not None and config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
+        return
+    inside = config_class is not None and is_inside_multimodal(config_class)  # type: ignore[arg-type]
+    if inside and not has_lm_head:
+        return
+    close = difflib.get_close_matches(base_model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
+    hint = f" Did you mean {' or '.join(close)}?" if close else ""
+    if inside:
+        hint = " Its models are inside multimodal ones, which are converted whole."
+    raise ValueError(
+        f"`base_model_type={base_model_type!r}` is not supported: transformers {__version__} has no causal"
+        f" language model of this type.{hint}"
+    )
+
+
+@functools.cache
+def is_inside_multimodal(config_class: type[PreTrainedConfig]) -> bool:
+    """Whether it is the `text_config` of multimodal models whose code is beside it."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING, model_type_to_module_name
+    from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
+
+    folder = config_class.__module__.rpartition(".")[0].rpartition(".")[2]
+    outer = [name for name in MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES if model_type_to_module_name(name) == folder]
+    classes = [CONFIG_MAPPING[name] for name in outer]
+    return any(
+        of_text is config_class or of_text is not None and type(outer_class().text_config) is config_class
+        for outer_class in classes
+        for of_text in [outer_class.sub_configs.get("text_config")]
+    )
+
+
+def decoder_class(config_class: type[PreTrainedConfig]) -> Any:
+    """The class of a base's model without a head, `None` if there is none.
+
+    `AutoModel` does not know all language models of multimodal ones. Those are found in the code beside their config:
+    the one class of models that is made of it and does not generate.
+    """
+    from transformers.generation.utils import GenerationMixin
+    from transformers.modeling_utils import PreTrainedModel
+    from transformers.models.auto.modeling_auto import MODEL_MAPPING
+
+    with contextlib.suppress(ValueError):  # of a name that is not there
+        if config_class in MODEL_MAPPING:
+            return MODEL_MAPPING[config_class]
+    if not is_inside_multimodal(config_class):  # type: ignore[arg-type]
+        return None
+    code = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
+    found = [
+        of_code
+        for of_code in vars(code).values()
+        if isinstance(of_code, type)
+        and issubclass(of_code, PreTrainedModel)
+        and getattr(of_code, "config_class", None) is config_class
+        and not issubclass(of_code, GenerationMixin)
+        and "forward" in vars(of_code)
+    ]
+    return found[0] if len(found) == 1 else None
 
 
 def type_with_article(value: Any) -> str:
@@ -135,8 +193,11 @@ def rename_architectures(architectures: list[str] | None, base_model_type: str, 
     if architectures is None:
         return None
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(base_model_type)
-    if causal_lm is None:  # it has been registered
-        causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)].__name__
+    if causal_lm is None:
+        config_class = base_config_class(base_model_type)
+        if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:  # it is inside of multimodal models
+            return architectures
+        causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING[config_class].__name__  # it has been registered
     base = re.sub("ForCausalLM$|LMHeadModel$", "", causal_lm)
     old, new, old_lm, new_lm = base, "AttnRes", causal_lm, "AttnResForCausalLM"
     if to_base:

@@ -17,20 +17,19 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForImageTextToText,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_MAPPING,
-)
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from .base_config import base_config_class
+from .configuration_attnres import AttnResConfig
+from .depth_probe import decoder_on_meta
+from .modeling_attnres import AttnResModel
+from .multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig, auto_class_of
 from .sources import hub_can_be_reached, hub_errors_explained, local_folder, read_config_dict
 from .untrusted import (
     PICKLES,
@@ -134,14 +133,14 @@ class Checkpoint:
         """The base's model with a language-modelling head: its causal language model, or multimodal model."""
         base_model_type = getattr(self.config, "base_model_type", self.config.model_type)
         if self.is_multimodal:
-            return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[base_model_type]]
+            return MODEL_FOR_MULTIMODAL_LM_MAPPING[CONFIG_MAPPING[base_model_type]]
         return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
 
     @property
     def auto_class(self) -> Any:
         """What loads it with its head, or the trunk alone where that is not one of a language model."""
         if self.is_multimodal:
-            return AutoModelForImageTextToText
+            return auto_class_of(getattr(self.config, "base_model_type", self.config.model_type))
         return AutoModelForCausalLM if self.has_lm_head else AutoModel
 
     @functools.cached_property
@@ -155,28 +154,43 @@ class Checkpoint:
 
     def _prefix_of_language_model(self) -> str:
         """Found by its embedding, as files may have other names than the model that is loaded from them."""
-        if type(self.text_config) not in MODEL_MAPPING:
-            raise ValueError(
-                f"`base_model_type={self.config.model_type!r}` is not supported: transformers has no model of its"
-                f" language model, {self.text_config.model_type!r}, without a head."
-            )
-        with config_errors_explained(self.name), torch.device("meta"):
-            decoder = AutoModel.from_config(self.text_config)
+        decoder: Any
+        if isinstance(self.text_config, AttnResConfig):
+            with config_errors_explained(self.name), torch.device("meta"):
+                decoder = AttnResModel(self.text_config)
+        else:
+            decoder = decoder_on_meta(self.text_config)
         embedding = decoder.get_input_embeddings().weight
         name = next(name for name, parameter in decoder.named_parameters() if parameter is embedding)
-        prefixes = [found.removesuffix(name) for found in self.weight_map if found.endswith(f".{name}")]
-        if len(prefixes) != 1:
+        prefixes = [found.removesuffix(name) for found in self.weight_map if f".{found}".endswith(f".{name}")]
+        if len(prefixes) > 1:
             raise ValueError(
                 f"`{self.name}` has {len(prefixes)} tensors named `...{name}`, the embedding of its language model,"
                 " where there should be one."
             )
-        return prefixes[0]
+        return prefixes[0] if prefixes else ""  # of other names, which transformers knows, or it is missing
+
+    @functools.cached_property
+    def query_prefix(self) -> str:
+        """Of the names of the depth queries.
+
+        Where there are none yet, that of the decoder. Files of multimodal models may have other names than the model,
+        and then transformers knows each of those, and not what they would be of the queries.
+        """
+        found = [name.removesuffix(QUERY_NAMES[1]) for name in self.weight_map if name.endswith(QUERY_NAMES[1])]
+        if found:
+            return found[0]
+        if not self.is_multimodal or isinstance(self.text_config, AttnResConfig):
+            return self.prefix
+        with torch.device("meta"):
+            model = AttnResForConditionalGeneration(AttnResMultimodalConfig.from_base_config(self.config))
+        return f"{model.trunk_name}."
 
     @property
     def has_lm_head(self) -> bool:
         """Whether it is a language model's; of other checkpoints the trunk is looked at."""
         architectures = self.config_dict.get("architectures") or [""]  # a list, see `read_config_dict`
-        return bool(self.prefix) and OTHER_HEADS.search(architectures[0]) is None
+        return (self.is_multimodal or bool(self.prefix)) and OTHER_HEADS.search(architectures[0]) is None
 
     @property
     def num_bytes(self) -> int:

@@ -123,13 +123,13 @@ def families(
     """Show which decoders can be a base, or whether a checkpoint can: where its code reads and writes the stream."""
     if probe is not None and not types:
         need_checkpoints([probe], revision)
-    from .families import describe_probe, probe_report, read_decoder_config, survey, survey_table
+    from .families import describe_probe, probe_report, read_config, survey, survey_table
 
     if probe is not None and types:
         raise typer.BadParameter("--probe looks at one checkpoint, and takes no model types.")
     if probe is not None:
         with only_json_on_stdout(as_json):
-            config = read_decoder_config(probe, revision, trust_remote_code)
+            config = read_config(probe, revision, trust_remote_code)
             result = probe_report(config) if as_json else describe_probe(config)
         if as_json:
             print_json(result)

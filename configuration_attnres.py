@@ -224,6 +224,8 @@ class AttnResConfig(PreTrainedConfig):
             for name, value in copy.deepcopy(vars(self)).items()
             if is_public_or_field(name, base_class) and not name.startswith("attn_res_") and name not in left_out
         }
+        if values["tie_word_embeddings"] is None and "tie_word_embeddings" not in {f.name for f in fields(base_class)}:
+            del values["tie_word_embeddings"]  # which the config around it has
         values["architectures"] = rename_architectures(values["architectures"], self.base_model_type, to_base=True)
         base_config = base_class(**values, **per_layer(self))
         copy_private(self, base_config)

@@ -25,8 +25,8 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.models.auto.modeling_auto import MODEL_MAPPING
 
+from .base_config import decoder_class
 from .depth_stream import DepthRecorder, DepthStream
 
 
@@ -289,26 +289,36 @@ def probe_layers(base_config: PreTrainedConfig) -> list[ProbedLayer]:
     return run_probe(base_config).probed
 
 
+def decoder_on_meta(base_config: PreTrainedConfig) -> nn.Module:
+    """The model of a base without a head, and without tensors or initial values.
+
+    Raises:
+        ValueError: if none can be made of its config.
+    """
+    model_class: Any = decoder_class(type(base_config))
+    try:
+        # Whatever is on around it: weights may be being loaded, or a model run. Here transformers gives no initial
+        # values. To give them it replaces `torch.nn.init` in the whole process, and of two threads that do so at once
+        # the second "restores" what the first has put there
+        with torch.inference_mode(False), torch.no_grad(), torch.device("meta"):
+            return model_class(base_config).eval()
+    except Exception as error:
+        text = f"{type(error).__name__}: {error}".splitlines()[0]
+        raise RefusedBase(base_config, f"no model can be made of its config ({text})") from error
+
+
 def run_probe(base_config: PreTrainedConfig) -> Probe:
     """Run a base on a stream that takes down what is done to it, without weights or memory for any.
 
     Raises:
         ValueError: if a layer does not hand on the stream: the base does more to it than to add to it and to read it.
     """
-    reason = _reason_against_config(base_config)
-    if reason is not None:
-        raise RefusedBase(base_config, reason)
+    refuse_by_config(base_config)
     base_config = copy.deepcopy(base_config)
     base_config._attn_implementation, base_config._experts_implementation = "eager", "batched_mm"
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
-    step = "no model can be made of its config"
+    model = decoder_on_meta(base_config)
     try:
-        # Whatever is on around it: weights may be being loaded, or a model run
-        with torch.inference_mode(False), torch.no_grad():
-            # Here transformers gives no initial values. To give them it replaces `torch.nn.init` in the whole process,
-            # and of two threads that do so at once the second "restores" what the first has put there
-            with torch.device("meta"):
-                model = MODEL_MAPPING[type(base_config)](base_config).eval()
         with torch.device("cpu"), fake, torch.inference_mode(False), torch.no_grad(), quiet_fake_tensors():
             move_off_meta(model)
             if hasattr(model, "encoder") and hasattr(model, "decoder"):
@@ -316,14 +326,13 @@ def run_probe(base_config: PreTrainedConfig) -> Probe:
             with KnownValues():
                 probe = Probe(layers=list(decoder_layers(model)), config=base_config)
                 probe.watch(model)
-                step = "a run of its model without weights failed"
                 with probe.made_of_tokens:
                     model(probe.input_ids, use_cache=False)
     except RefusedBase:
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
-        raise RefusedBase(base_config, f"{step} ({text})") from error
+        raise RefusedBase(base_config, f"a run of its model without weights failed ({text})") from error
     if len(probe.probed) != len(probe.layers):
         reason = f"{len(probe.probed)} of its {len(probe.layers)} layers have run, one after the other"
         raise RefusedBase(base_config, reason)
@@ -353,6 +362,13 @@ def probe_slices(base_config: PreTrainedConfig) -> Probe:
     return probe
 
 
+def refuse_by_config(base_config: PreTrainedConfig):
+    """Raise a `ValueError` if its config alone tells that a base is not one decoder."""
+    reason = _reason_against_config(base_config)
+    if reason is not None:
+        raise RefusedBase(base_config, reason)
+
+
 def _reason_against_config(base_config: PreTrainedConfig) -> str | None:
     if base_config.is_encoder_decoder:
         return "it has an encoder beside its decoder"
@@ -364,7 +380,7 @@ def _reason_against_config(base_config: PreTrainedConfig) -> str | None:
         )
     if not hasattr(base_config, "num_hidden_layers"):
         return "its layers are not one stack whose length its config names"
-    if type(base_config) not in MODEL_MAPPING:
+    if decoder_class(type(base_config)) is None:
         return "transformers has no model of it without a head"
     return None
 

@@ -383,6 +383,12 @@ class GeneralStream(DepthStream):
 
     # As tensors
 
+    def on_newest(self, function: Callable[[torch.Tensor], torch.Tensor]) -> DepthStream:
+        new: Any = super().on_newest(function)
+        if self.outputs:
+            new.outputs = (*self.outputs[:-1], function(self.outputs[-1]))
+        return new
+
     def on_sources(self, function: Callable[[torch.Tensor], torch.Tensor]) -> DepthStream:
         new: Any = super().on_sources(function)
         new.outputs = tuple(function(output) for output in self.outputs)

@@ -293,6 +293,19 @@ class DepthStream:
 
     # As a tensor
 
+    def on_newest(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DepthStream":
+        """The stream with a function on its newest source, or on what was written last in the open block."""
+        self.check_memory()
+        if self.partial is not None:
+            return self._with(self.blocks, function(self.partial), self.site, self.cast, self.is_cached)
+        new = replace(self, blocks=(*self.blocks[:-1], function(self.blocks[-1])))
+        new.scored_until = self.scored_until
+        if self.cache is not None:  # another one, as a stream that was kept may still read from this one
+            return new.keep_in(type(self.cache)())
+        if new.scored_until is None or new.site < new.scored_until:
+            new.prepare_reads()
+        return new
+
     def on_sources(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DepthStream":
         """The stream with a function on every source: one that is linear and keeps the hidden dimension."""
         self.check_memory()
@@ -341,6 +354,9 @@ class DepthStream:
 
     def contiguous(self) -> "DepthStream":
         return self
+
+    def clone(self, **kwargs) -> "DepthStream":
+        return self._with(self.blocks, self.partial, self.site, self.cast, self.is_cached)
 
     @property
     def newest(self) -> torch.Tensor:
@@ -411,10 +427,28 @@ class DepthStream:
 
     def __getitem__(self, index):
         slices = index if isinstance(index, tuple) else (index,)
+        mask = slices[0]
+        if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.shape == self.shape[:-1]:
+            if slices[1:] in ((), (slice(None),)):
+                return SelectedTokens(self, mask)
         if all(isinstance(of_dim, slice) for of_dim in slices) and slices[self.ndim - 1 :] in ((), (slice(None),)):
             is_whole = all(of_dim.indices(size) == (0, size, 1) for of_dim, size in zip(slices, self.shape))
             return self if is_whole else self.on_sources(lambda source: source[index])  # some of the tokens
         return self.read()[index]
+
+    def __setitem__(self, index, value):
+        """`stream[mask] = stream[mask] + output`; see `SelectedTokens`. Of all methods the only one in place."""
+        if not isinstance(value, SelectedTokens) or not value.is_of(self, self[index]):
+            raise TypeError(
+                "Of the residual stream of an AttnRes model, tokens can be replaced only by themselves with something"
+                " added to them: `stream[mask] = stream[mask] + output`."
+            )
+        self.__dict__.update(value.put_back().__dict__)
+
+    def masked_scatter(self, mask: torch.Tensor, source) -> "DepthStream | torch.Tensor":
+        if isinstance(source, SelectedTokens) and source.is_of(self, self[mask.squeeze(-1)]):
+            return source.put_back()
+        return self.read().masked_scatter(mask, _read_all(source))
 
     def __len__(self) -> int:
         return len(self.newest)
@@ -435,6 +469,59 @@ class DepthStream:
         if name in _IN_PLACE:
             raise TypeError(f"`{name}` works in place, and the residual stream of an AttnRes model is a value.")
         return function(*_read_all(args), **{name: _read_all(value) for name, value in kwargs.items()})
+
+
+class SelectedTokens(DepthStream):
+    """`stream[mask]`: the tokens of a stream where a mask is true, `[tokens, hidden]`.
+
+    Some models give features of an image to the tokens of that image between their layers (DeepStack, arXiv
+    2406.04334). That is no output of a sublayer, and a text has none: it belongs to the newest source, the output that
+    has been written last and is in the open block, or in the block that has just been closed.
+
+    Args:
+        stream: the tokens are of.
+        mask: `[batch, seq]`, bool.
+        added: what has been added to them, `[tokens, hidden]`.
+    """
+
+    def __init__(self, stream: DepthStream, mask: torch.Tensor, added: torch.Tensor | None = None):
+        super().__init__(stream.queries, (stream.newest[mask],), cast=stream.cast)
+        self.stream, self.mask, self.added = stream, mask, added
+
+    def write(self, output: torch.Tensor) -> "SelectedTokens":
+        return SelectedTokens(self.stream, self.mask, output if self.added is None else self.added + output)
+
+    def read(self, norm: nn.Module | None = None) -> torch.Tensor:
+        if self.added is not None:
+            raise TypeError(
+                "What was added to some tokens of the residual stream of an AttnRes model has to be put back,"
+                " `stream[mask] = stream[mask] + output`, before it is read."
+            )
+        tokens = self.stream.read()[self.mask]
+        return tokens if norm is None else norm_of(norm, tokens)
+
+    def on_sources(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
+        return function(self.read())
+
+    def reshape(self, *shape):
+        return self if shape in ((-1,), ((-1,),)) and self.added is not None else self.read().reshape(*shape)
+
+    view = reshape  # flat, as `masked_scatter` takes them
+
+    def is_of(self, stream: DepthStream, selected: Any) -> bool:
+        """Whether they are tokens of this stream, those that are selected there."""
+        if not isinstance(selected, SelectedTokens) or self.stream.site != stream.site:
+            return False
+        if not all(own is other for own, other in zip(self.stream.sources, stream.sources, strict=True)):
+            return False
+        return self.mask is selected.mask or torch.equal(self.mask, selected.mask)
+
+    def put_back(self) -> DepthStream:
+        """The stream with what was added to its tokens."""
+        added = self.added
+        if added is None:
+            return self.stream
+        return self.stream.on_newest(lambda newest: newest.index_put((self.mask,), newest[self.mask] + added))
 
 
 # Looked up, as a compiler cannot call methods of the name of a function

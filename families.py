@@ -15,8 +15,10 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from .base_config import check_base_model_type
 from .checkpoint import config_errors_explained, load_config
 from .depth_probe import ProbedLayer, probe_layers
+from .multimodal_attnres import AttnResMultimodalConfig, is_multimodal
 from .sources import read_config_dict
 
 
@@ -83,7 +85,12 @@ def survey_table(types: Sequence[str] | None = None) -> tuple[Table, str]:
 
 
 def read_decoder_config(model: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
-    """The config of a decoder, that inside of it if the model is made of several.
+    """The config of a decoder, that inside of it if the model is made of several; otherwise as `read_config`."""
+    return read_config(model, revision, trust_remote_code).get_text_config(decoder=True)
+
+
+def read_config(model: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a model.
 
     Args:
         model: a folder or a Hub id.
@@ -96,7 +103,7 @@ def read_decoder_config(model: str, revision: str | None = None, trust_remote_co
         OSError: if there is no such config.
     """
     if not trust_remote_code:
-        return load_config(model, revision).get_text_config(decoder=True)
+        return load_config(model, revision)
     read_config_dict(model, revision)  # tells at once what is wrong with it
     with config_errors_explained(model):
         config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=True)
@@ -114,21 +121,28 @@ def read_decoder_config(model: str, revision: str | None = None, trust_remote_co
                 reference = auto_map[auto_class.__name__]
                 model_class = get_class_from_dynamic_module(reference, model, revision=revision)
                 auto_class.register(type(config), model_class, exist_ok=True)
-    return config.get_text_config(decoder=True)
+    return config
 
 
 def probe_report(config: PreTrainedConfig) -> dict[str, Any]:
     """How often the layers of a base read and write, and where in its code.
 
     Returns:
-        `model_type`, `num_layers`, `num_sites`, and `layers`: for each run of layers that do the same `first` and
+        `model_type`, `language_model` (the same, or the type of that in a multimodal model), `num_layers`,
+        `num_sites`, and `layers`: for each run of layers that do the same `first` and
         `last`, their class (`name`) and the `lines` that read or write, each with its `file`, `number`, `what` it does
         and its `code`.
 
     Raises:
         ValueError: if it cannot be a base, with the reason, and the line of its code where that can be told.
     """
-    layers = probe_layers(config)
+    decoder_config = config
+    if is_multimodal(config.model_type):
+        AttnResMultimodalConfig.from_base_config(config)
+        decoder_config = config.text_config
+    else:
+        check_base_model_type(config.model_type, has_lm_head=True)
+    layers = probe_layers(decoder_config)
     runs, first = [], 0
     for (name, lines), group in itertools.groupby(layers, key=_what_it_does):
         last = first + len(list(group)) - 1
@@ -136,15 +150,17 @@ def probe_report(config: PreTrainedConfig) -> dict[str, Any]:
         runs.append({"first": first, "last": last, "name": name, "lines": found})
         first = last + 1
     num_sites = sum(layer.num_writes for layer in layers) + 1
-    return {"model_type": config.model_type, "num_layers": len(layers), "num_sites": num_sites, "layers": runs}
+    types = {"model_type": config.model_type, "language_model": decoder_config.model_type}
+    return {**types, "num_layers": len(layers), "num_sites": num_sites, "layers": runs}
 
 
 def describe_probe(config: PreTrainedConfig) -> list[str]:
     """`probe_report` in lines; errors as there."""
     report = probe_report(config)
+    inside = "" if report["language_model"] == report["model_type"] else f" (in it {report['language_model']})"
     described = [
-        f"{report['model_type']}: {report['num_layers']} layers, {report['num_sites']} sites. It can be a base: with"
-        " queries of zero the AttnRes model computes the same."
+        f"{report['model_type']}{inside}: {report['num_layers']} layers, {report['num_sites']} sites. It can be a"
+        " base: with queries of zero the AttnRes model computes the same."
     ]
     for run in report["layers"]:
         first, last = run["first"], run["last"]

@@ -24,12 +24,12 @@ from transformers.modeling_layers import (
     GenericForTokenClassification,
 )
 from transformers.modeling_utils import PreTrainedModel
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import ModelOutput
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .base_classes import BaseConversions, DepthReader, class_by_name, new_of_both, of_both
-from .base_config import base_config_class
+from .base_config import base_config_class, check_base_model_type, decoder_class
 from .configuration_attnres import AttnResConfig
 from .depth_backends import uses_definition
 from .depth_forward import HANDED, kv_cache_among, with_depth_attentions
@@ -67,7 +67,7 @@ class AttnResPreTrainedModel(AttnResSavingMixin, PreTrainedModel):
     @classmethod
     def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
         """The class of the base with its flags, plans, recorders and initialisation."""
-        classes = MODEL_MAPPING[base_config_class(base_model_type)].__mro__
+        classes = decoder_class(base_config_class(base_model_type)).__mro__
         return [base for base in classes if issubclass(base, PreTrainedModel) and base is not PreTrainedModel][-1]
 
     @classmethod
@@ -174,7 +174,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
 
     @classmethod
     def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
-        return MODEL_MAPPING[base_config_class(base_model_type)]
+        return decoder_class(base_config_class(base_model_type))
 
     def read_over_depth(self):
         """Prepare the modules of the base: from now on the layers have to be given a stream, and hand one on."""
@@ -294,6 +294,7 @@ class AttnResForCausalLM(AttnResPreTrainedModel, AttnResGenerationMixin):
 
     @classmethod
     def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        check_base_model_type(base_model_type, has_lm_head=True)
         return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
 
 

@@ -7,7 +7,6 @@ model. What is not the language model is the base's, with its code and parameter
 
 import copy
 import functools
-import inspect
 from typing import Any
 
 import torch
@@ -15,10 +14,17 @@ from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
+)
 
 from .base_classes import class_by_name
 from .configuration_attnres import AttnResConfig
+from .depth_probe import RefusedBase
 from .generation_attnres import AttnResGenerationMixin
 from .modeling_attnres import AttnResModel, AttnResPreTrainedModel
 
@@ -50,6 +56,10 @@ class AttnResMultimodalConfig(PreTrainedConfig):
             self.text_config = AttnResConfig.from_dict(self.text_config or {})
         super().__post_init__(**kwargs)
 
+    def validate_architecture(self):
+        """Part of `@strict`-powered validation: the base configuration's own checks, on its own text config."""
+        self.to_base_config().validate_architecture()
+
     def __reduce_ex__(self, protocol):
         return _new_config, (self.base_model_type,), self.__dict__
 
@@ -71,8 +81,14 @@ class AttnResMultimodalConfig(PreTrainedConfig):
         config.__class__ = config_class
         config.base_model_type, config.text_config = base_config.model_type, text_config
         config.architectures = [AttnResForConditionalGeneration.__name__]
-        with torch.device("meta"):
-            AttnResForConditionalGeneration(config)  # which says what stands against it
+        try:
+            with torch.device("meta"):
+                AttnResForConditionalGeneration(config)  # which says what stands against it
+        except ValueError:
+            raise
+        except Exception as error:
+            text = " ".join(f"{type(error).__name__}: {error}".split())
+            raise RefusedBase(base_config, f"no model can be made of its config ({text})") from error
         return config
 
     def to_base_config(self) -> PreTrainedConfig:
@@ -81,7 +97,7 @@ class AttnResMultimodalConfig(PreTrainedConfig):
         base_config.__class__ = base_class
         del base_config.base_model_type
         base_config.text_config = self.text_config.to_base_config()
-        base_config.architectures = [MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[base_class].__name__]
+        base_config.architectures = [MODEL_FOR_MULTIMODAL_LM_MAPPING[base_class].__name__]
         return base_config
 
 
@@ -94,10 +110,17 @@ def config_class_of(base_model_type: str) -> type[AttnResMultimodalConfig]:
     """
     base_class: Any = CONFIG_MAPPING[base_model_type] if base_model_type in CONFIG_MAPPING else None
     reason = None
-    if base_class is None or base_class not in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
-        reason = "transformers has no model of images and text of this type"
+    if base_class is None or base_class not in MODEL_FOR_MULTIMODAL_LM_MAPPING:
+        reason = "transformers has no multimodal language model of this type"
     elif "text_config" not in base_class.sub_configs:
         reason = "its config has no `text_config`, of which its language model would be made"
+        parts = {
+            name: part
+            for name, part in base_class.sub_configs.items()
+            if "text_config" in getattr(part, "sub_configs", ())
+        }
+        for name, part in parts.items():
+            reason += f"; `{name}` has one, and a model of it, of type {part.model_type!r}, can be a base by itself"
     if reason is not None:
         raise ValueError(f"`base_model_type={base_model_type!r}` is not supported: {reason}.")
     members = {
@@ -108,6 +131,21 @@ def config_class_of(base_model_type: str) -> type[AttnResMultimodalConfig]:
         "text_config": None,
     }
     return strict(type(AttnResMultimodalConfig.__name__, (AttnResMultimodalConfig, base_class), members))
+
+
+def is_multimodal(base_model_type: str) -> bool:
+    """Whether models of a type are multimodal, and not causal language models alone."""
+    if base_model_type not in CONFIG_MAPPING:
+        return False
+    base_class = CONFIG_MAPPING[base_model_type]
+    is_causal = base_class in MODEL_FOR_CAUSAL_LM_MAPPING
+    return "text_config" in base_class.sub_configs or base_class in MODEL_FOR_MULTIMODAL_LM_MAPPING and not is_causal
+
+
+def auto_class_of(base_model_type: str) -> type:
+    """The Auto class by which multimodal models of a type are loaded: that of images, or one that has others too."""
+    sees = CONFIG_MAPPING[base_model_type] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForMultimodalLM
 
 
 def _new_config(base_model_type: str) -> AttnResMultimodalConfig:
@@ -125,7 +163,7 @@ class AttnResForConditionalGeneration(AttnResPreTrainedModel, AttnResGenerationM
     @classmethod
     def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
         config_class_of(base_model_type)  # which says so if there is none
-        return MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[CONFIG_MAPPING[base_model_type]]
+        return MODEL_FOR_MULTIMODAL_LM_MAPPING[CONFIG_MAPPING[base_model_type]]
 
     def post_init(self):
         # Of some bases the code names the class of the language model, of most it is an `AttnResModel` already
@@ -133,10 +171,6 @@ class AttnResForConditionalGeneration(AttnResPreTrainedModel, AttnResGenerationM
         decoder = next((module for module in self.modules() if isinstance(module, AttnResModel)), innermost)
         if not isinstance(decoder.config, AttnResConfig):
             raise self._unsupported(f"its {type(decoder).__name__} is not made of its `text_config`")
-        if any(name.startswith("deepstack") for name in inspect.signature(decoder.forward).parameters):
-            raise self._unsupported(
-                "its language model adds features of the images to the residual stream, between the layers"
-            )
         self.trunk_name = next(name for name, module in self.named_modules() if module is decoder)
         try:
             super().post_init()

@@ -11,14 +11,14 @@ from transformers.activations import ACT2FN
 from ..base_config import check_base_model_type, rename_architectures
 from ..checkpoint import QUERY_NAMES, ZERO_AT_FIRST, Checkpoint
 from ..configuration_attnres import AttnResConfig
-from ..depth_probe import probe_sublayers
+from ..depth_probe import probe_sublayers, refuse_by_config
 from ..model_cards import PIPELINE_TAGS
 from ..modeling_attnres import (
     AttnResForQuestionAnswering,
     AttnResForSequenceClassification,
     AttnResForTokenClassification,
 )
-from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig
+from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig, is_multimodal
 from ..multimodal_attnres import config_class_of as multimodal_config_class
 from ..saving_attnres import depth_of_weights
 from ..untrusted import in_one_line
@@ -54,10 +54,10 @@ def check_type(config_dict: dict):
     model_type = config_dict["model_type"]
     if model_type in MODEL_TYPES:
         return
-    if isinstance(config_dict.get("text_config"), dict):
+    if is_multimodal(model_type):
         multimodal_config_class(model_type)
     else:
-        check_base_model_type(model_type)
+        check_base_model_type(model_type, has_lm_head=True)
 
 
 def refuse_multimodal(checkpoint: Checkpoint):
@@ -80,10 +80,10 @@ def refuse_other_naming(checkpoint: Checkpoint):
 
 def refuse_trained_queries(checkpoint: Checkpoint, consequence: str):
     """Raise a `ValueError` that says how large the queries are, unless all are zero."""
-    names = [checkpoint.prefix + name for name in ZERO_AT_FIRST]
+    names = [checkpoint.query_prefix + name for name in ZERO_AT_FIRST]
     names = [name for name in names if name in checkpoint.weight_map]
     if not names:
-        name = checkpoint.prefix + QUERY_NAMES[0]
+        name = checkpoint.query_prefix + QUERY_NAMES[0]
         raise ValueError(f"`{checkpoint.name}` lacks the tensor `{name}`, so it is no whole AttnRes checkpoint.")
     for tensor in checkpoint.tensors(names).values():
         norms = tensor.float().flatten(1).norm(dim=-1)
@@ -112,8 +112,11 @@ def check_config(checkpoint: Checkpoint):
 
     for field in POSITIVE_FIELDS:
         value = vars(config).get(config.attribute_map.get(field, field))  # some are of single layers
-        if value is not None and (not isinstance(value, int) or isinstance(value, bool) or value < 1):
-            refuse(field, value, "a number >= 1")
+        if value == getattr(type(config), field, None):  # some have 0 for none
+            continue
+        for number in value if isinstance(value, list) and value else [value]:  # one for each kind of expert
+            if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
+                refuse(field, value, "a number >= 1")
     for field, value in vars(config).items():
         is_eps = field.endswith(("_eps", "epsilon")) and field != "attn_res_scale_norm_eps"
         if is_eps and value is not None and (not isinstance(value, int | float) or not 0 <= value < 1):
@@ -122,6 +125,9 @@ def check_config(checkpoint: Checkpoint):
         value = getattr(config, field, None)
         if value is not None and value not in ACT2FN:
             refuse(field, value, f"one of {', '.join(ACT2FN)}")
+    if not isinstance(config, AttnResConfig):
+        check_base_model_type(config.model_type)
+        refuse_by_config(config)
     dtype = checkpoint.config.dtype
     if dtype is not None and not getattr(dtype, "is_floating_point", False):
         refuse("dtype", dtype, "one of float32, bfloat16, float16")

@@ -27,7 +27,8 @@ from ..multimodal_attnres import AttnResMultimodalConfig
 from ..outputs import check_destination
 from ..reports import ConversionReport
 from ..saving_attnres import REMOTE_CODE_AUTO_MAP
-from ..sources import read_config_dict, read_json
+from ..sources import read_config_dict
+from ..untrusted import read_json
 from .checks import (
     MODEL_TYPES,
     check_config,
@@ -130,16 +131,19 @@ def _convert(
         refuse_multimodal(checkpoint)
     refuse_other_naming(checkpoint)
     check_config(checkpoint)
-    check_tensors(checkpoint)
 
     is_new = not is_attnres(checkpoint)
-    config = (config_with_depth_attention if is_new else config_with_other_read)(checkpoint, blocks, read)
     if not (is_new or blocks or read or self_contained):
         size = checkpoint.text_config.attn_res_block_size
         raise ValueError(
             f"`{checkpoint.name}` is an AttnRes checkpoint already, with blocks of {size} sublayers: say which blocks"
             " or which read it is to have, such as `--num-blocks 8`."
         )
+    if is_new:
+        config = config_with_depth_attention(checkpoint, blocks, read)
+    check_tensors(checkpoint)
+    if not is_new:
+        config = config_with_other_read(checkpoint, blocks, read)
     check_head(checkpoint, config)
     if is_new and checkpoint.has_lm_head and not checkpoint.is_multimodal:
         config.architectures = [AttnResForCausalLM.__name__]  # whatever the base calls itself
@@ -162,7 +166,7 @@ def _convert(
         checkpoint,
         path,
         config,
-        add=initial_queries(checkpoint.prefix, depth_config(config)) if is_new or is_other_query else {},
+        add=initial_queries(checkpoint.query_prefix, depth_config(config)) if is_new or is_other_query else {},
         rename=without_queries if is_other_query else lambda name: name,
         notes=notes,
         files={BASE_CONFIG_NAME: checkpoint.folder / "config.json"} if is_new else {},

@@ -19,6 +19,7 @@ from huggingface_hub.repocard import REGEX_YAML_BLOCK
 from huggingface_hub.repocard_data import eval_results_to_model_index
 from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
+from transformers import AutoModelForImageTextToText
 
 from .. import __version__
 from ..checkpoint import REPORT_NAMES, ZERO_AT_FIRST, Checkpoint, open_checkpoint
@@ -86,7 +87,7 @@ def render_model_card(
     inspection: dict[str, Any] | None = None,
     differences: bool = False,
     training: dict[str, Any] | None = None,
-    multimodal: bool = False,
+    multimodal: str | None = None,
     with_code: bool = True,
 ) -> ModelCard:
     """The card of an AttnRes model.
@@ -103,7 +104,7 @@ def render_model_card(
         inspection: what they were drawn from, see `_inspection`.
         differences: whether there is a plot of the evaluation.
         training: of a fine-tuned model `base`, `mode`, `dataset`, `steps`, and the held-out loss `before` and `after`.
-        multimodal: whether it loads with the code of its base and the package alone.
+        multimodal: the name of the Auto class by which a multimodal model is loaded, with the code of its base.
         with_code: whether the code of the model goes with it.
     """
     metadata = {
@@ -284,7 +285,7 @@ def model_card(
     if not isinstance(checkpoint.text_config, AttnResConfig):
         raise ValueError(f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one.")
     folder = checkpoint.folder
-    names = [checkpoint.prefix + name for name in ZERO_AT_FIRST]
+    names = [checkpoint.query_prefix + name for name in ZERO_AT_FIRST]
     names = [name for name in names if name in checkpoint.weight_map]
     weights = weights_of(checkpoint) or _weights_in(base_metadata or {}, dequantized=True)
     metadata = {**read_metadata(folder / "README.md"), **(base_metadata or {}), **code_metadata()}
@@ -292,7 +293,8 @@ def model_card(
     if weights is not None:
         metadata[WEIGHTS_ENTRY] = asdict(weights)
     if checkpoint.is_multimodal:
-        metadata["pipeline_tag"] = PIPELINE_TAGS["AttnResForConditionalGeneration"]
+        sees = checkpoint.auto_class is AutoModelForImageTextToText
+        metadata["pipeline_tag"] = PIPELINE_TAGS["AttnResForConditionalGeneration"] if sees else "audio-text-to-text"
     report, verification = read_report(folder)
     table = read_inside(folder, "evaluation/table.md", MAX_TABLE_BYTES)
     title = title or (repo_id or folder.absolute().name).split("/")[-1]
@@ -310,7 +312,7 @@ def model_card(
         inspection=_inspection(folder),
         differences=file_inside(folder, "evaluation/differences.png") is not None,
         training=training,
-        multimodal=checkpoint.is_multimodal,
+        multimodal=checkpoint.auto_class.__name__ if checkpoint.is_multimodal else None,
         with_code=(repo_id is not None if on_hub is None else on_hub) or (folder / "modeling_attnres.py").exists(),
     )
 

@@ -63,6 +63,8 @@ class LiteralDefinition(TorchDispatchMode):
     def __enter__(self):
         # By the id of a stream's tensor: that tensor (so that nobody else gets the id), and what has been added to it
         self.streams: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
+        # By the id of a tensor of some tokens of a stream: that tensor, which tokens, and what has been added to them
+        self.selected: dict[int, tuple[torch.Tensor, torch.Tensor, torch.Tensor | int]] = {}
         self.weights: dict[int, torch.Tensor] = {}
         self.num_outputs = 0
         self.hook = self.first_layer.register_forward_pre_hook(self.start, with_kwargs=True)
@@ -87,6 +89,7 @@ class LiteralDefinition(TorchDispatchMode):
         return self.streams[id(value)][1] if isinstance(value, torch.Tensor) and id(value) in self.streams else None
 
     def read(self, value):
+        assert id(value) not in self.selected, "what was added to some tokens is read before it is put back"
         outputs = self.outputs_of(value)
         if outputs is None:
             return value
@@ -112,9 +115,35 @@ class LiteralDefinition(TorchDispatchMode):
             query = query + torch.einsum("ij,...j->...i", matrix, newest)
         return query
 
+    def added_to_some_tokens(self, function, args, given):
+        """`stream[mask] = stream[mask] + features`: the features are added to the newest output."""
+        if function is aten.index.Tensor and given[0]:
+            result = function(*args)
+            self.selected[id(result)] = result, *args[1], 0
+            return result
+        tokens = next((self.selected[id(arg)] for arg in args if id(arg) in self.selected), None)
+        if tokens is None:
+            return None
+        _, mask, added = tokens
+        result = function(*args)
+        if function is aten.add.Tensor:
+            (features,) = [arg for arg in args if id(arg) not in self.selected]
+            self.selected[id(result)] = result, mask, added + features
+        elif function in VIEWS:
+            self.selected[id(result)] = result, mask, added
+        else:
+            assert function in (aten.index_put_.default, aten.masked_scatter.default), function
+            *earlier, newest = given[0]
+            newest = newest.clone()
+            newest[mask] = newest[mask] + added
+            return self.keep(result, [*earlier, newest])
+        return result
+
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
         given = [self.outputs_of(arg) for arg in args[:2]]
+        if (result := self.added_to_some_tokens(function, args, given)) is not None:
+            return result
         if function in (aten.add.Tensor, aten.add_.Tensor) and not kwargs and (given[0] is None) != (given[1] is None):
             (outputs,), (output,) = [o for o in given if o], [a for a, o in zip(args, given) if o is None]
             if isinstance(output, torch.Tensor) and output.shape == args[0].shape == args[1].shape:
@@ -135,6 +164,8 @@ class LiteralDefinition(TorchDispatchMode):
             return self.keep(function(*args), [function(output, *args[1:]) for output in given[0]])
         if function is aten._to_copy.default and given[0]:
             return self.keep(function(*args, **kwargs), given[0])
+        if function is aten.clone.default and given[0]:
+            return self.keep(function(*args, **kwargs), [output.clone() for output in given[0]])
         if function is aten.detach.default and given[0]:  # of a hook, or of the native code's own `no_grad`
             return self.keep(function(*args, **kwargs), given[0])
         return function(*tree_map(self.read, args), **tree_map(self.read, kwargs))

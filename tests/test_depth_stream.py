@@ -20,6 +20,7 @@ from attnres import BlockCache, DepthRecorder, DepthStream
 from attnres.base_classes import DepthReader, of_both
 from attnres.depth_attention import depth_attention_reference
 from attnres.depth_pipeline import stack_sources
+from attnres.depth_reads import GeneralBlockCache, GeneralStream, Read
 from attnres.depth_stream import checkpoint_stream
 
 
@@ -706,3 +707,52 @@ def test_compiles_without_breaks(way):
     compiled = torch.compile(read_all, fullgraph=True, backend="aot_eager")
     with in_way(way):
         UpToRounding(read_all, *inputs).check(compiled(*inputs))
+
+
+def started(queries, tensor, block_size: int, each: bool, cached: bool):
+    if each:
+        stream = GeneralStream(queries, (tensor,), block_size=block_size, sums=True, how=Read(open_block="each"))
+        return stream.keep_in(GeneralBlockCache()) if cached else stream
+    stream = DepthStream(queries, (tensor,), block_size=block_size, sums=True)
+    return stream.keep_in(BlockCache()) if cached else stream
+
+
+@pytest.mark.parametrize("each", [False, True], ids=["sum", "each"])
+@pytest.mark.parametrize("cached", [False, True], ids=["gradients", "cache"])
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_features_of_some_tokens(block_size, cached, each):
+    """They belong to the newest output, in an open block and in one that has just been closed."""
+    torch.manual_seed(0)
+    queries = torch.randn(5, 8, dtype=torch.float64)
+    embedding, *outputs = torch.randn(5, 2, 3, 8, dtype=torch.float64).unbind(0)
+    mask = torch.tensor([[True, False, True], [False, True, False]])
+    features = torch.randn(2, 3, 8, dtype=torch.float64).unbind(0)
+    with torch.set_grad_enabled(not cached):
+        stream = started(queries, embedding, block_size, each, cached)
+        expected = started(queries, embedding, block_size, each, cached=False)
+        for number, output in enumerate(outputs):
+            before, stream = stream + output, (stream + output).clone()
+            more = torch.zeros_like(output)
+            if number < 2:
+                if number == 0:
+                    stream[mask, :] = stream[mask, :] + features[number]
+                else:
+                    taken = (stream[mask] + features[number]).view(-1)
+                    stream = stream.masked_scatter(mask.unsqueeze(-1), taken)
+                more[mask] = features[number]
+                assert not torch.equal(stream.newest, before.newest)  # a stream that was kept has not changed
+            expected = expected + (output + more)
+            torch.testing.assert_close(stream.read(), expected.read(), rtol=0, atol=1e-13)
+            assert stream.site == number + 1
+
+
+def test_tokens_are_replaced_by_themselves_alone():
+    stream = DepthStream(torch.zeros(3, 8), (torch.randn(1, 4, 8),)) + torch.randn(1, 4, 8)
+    mask = torch.tensor([[True, True, False, False]])
+    assert torch.equal(torch.relu(stream[mask]), torch.relu(stream.read()[mask]))
+    added = stream[mask] + torch.randn(2, 8)
+    for value in (stream.read()[mask], (stream + torch.randn(1, 4, 8))[mask], stream[~mask]):
+        with pytest.raises(TypeError, match="tokens can be replaced only by themselves"):
+            stream[mask] = value
+    with pytest.raises(TypeError, match="has to be put back"):
+        torch.relu(added)

@@ -1,23 +1,26 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Models of images and text: converted whole, with reads over depth in the language model."""
+"""Models of images, sound and text: converted whole, with reads over depth in the language model."""
 
+import contextlib
 import copy
 import json
 import pickle
 
+import multimodal_models
 import pytest
 import torch
-from decoder_configs import DECODERS
 from literal_definition import literal_logits
 from peft import LoraConfig, PeftModel, get_peft_model
 from PIL import Image
+from rounding import all_in_fp64
 from safetensors.torch import load_file, save_file
-from tiny_models import TINY, mostly_slow
+from tiny_models import TINY
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoProcessor,
     CLIPImageProcessor,
     LlavaProcessor,
@@ -26,9 +29,11 @@ from transformers import (
     TrainingArguments,
     pipeline,
 )
+from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 import attnres
 from attnres.conversion import convert, revert
+from attnres.families import describe_probe, read_config
 
 
 IMAGE = 90  # the token that an image takes the place of
@@ -83,6 +88,8 @@ TOKENS_PER_IMAGE = {"llava": 16}
 
 
 def make_base(model_type: str):
+    if model_type not in CONFIGS:
+        return multimodal_models.make_base(model_type)
     torch.manual_seed(0)
     tokens = {} if model_type == "qwen3_5" else {"image_token_index": IMAGE}
     if model_type in ("gemma3", "llama4"):
@@ -96,7 +103,9 @@ def make_base(model_type: str):
 
 
 def make_inputs(model_type: str, dtype=torch.float32) -> dict[str, torch.Tensor]:
-    """Two rows of text around an image each."""
+    """Two rows of text around an image, or sound, each."""
+    if model_type not in CONFIGS:
+        return multimodal_models.make_inputs(model_type, dtype)
     generator = torch.Generator().manual_seed(1)
     count = TOKENS_PER_IMAGE.get(model_type, 4)
     text = torch.randint(1, 80, (2, 9), generator=generator)
@@ -121,7 +130,24 @@ def randomize_queries(model):
         model.trunk.depth_queries.key_norm.add_(torch.randn_like(model.trunk.depth_queries.key_norm) * 0.3)
 
 
-@pytest.fixture(scope="module", params=mostly_slow(CONFIGS, every=len(CONFIGS)))
+def load(folder, **kwargs):
+    model = AutoModelForMultimodalLM.from_pretrained(folder, **kwargs).eval()
+    if kwargs.get("dtype") is torch.float64 and "num_experts" in str(model.config):
+        model.set_experts_implementation("eager")  # products in groups are not there in fp64
+    return model
+
+
+# One with every change: of each kind of language model, with a causal language model of its own and without
+FAST = ("gemma3", "qwen3_vl")
+ALL = [*CONFIGS, *multimodal_models.CONFIGS]
+EVERY = sorted({*MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES} - {"attnres_multimodal"})
+
+
+def of_which_fast(names, fast):
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.fixture(scope="module", params=of_which_fast(ALL, FAST))
 def model_type(request):
     return request.param
 
@@ -137,39 +163,72 @@ def converted(model_type, tmp_path_factory):
 
 def test_images_go_through_unchanged(model_type, converted):
     """The base and the conversion on images and text, and at random queries the definition on the base's own code."""
-    base, model = (AutoModelForImageTextToText.from_pretrained(path, dtype=torch.float64) for path in converted)
-    assert type(model).__name__ == "AttnResForConditionalGeneration"
-    inputs = make_inputs(model_type, torch.float64)
-    with torch.no_grad():
+    base, model = (load(path, dtype=torch.float64) for path in converted)
+    with all_in_fp64(), torch.no_grad():
+        assert type(model).__name__ == "AttnResForConditionalGeneration"
+        inputs = make_inputs(model_type, torch.float64)
         expected = base(**inputs).logits
-        without = base(**{**inputs, "pixel_values": inputs["pixel_values"] + 1}).logits
-        assert (expected - without).abs().max() > 1e-3  # images have an effect
+        for name in (name for name, value in inputs.items() if value.is_floating_point()):
+            moved = base(**{**inputs, name: inputs[name].flip(0)}).logits
+            assert (expected - moved).abs().max() > 1e-3  # images have an effect
         assert (model(**inputs).logits - expected).abs().max() < 1e-12 * expected.abs().max()
 
         randomize_queries(model)
-        expected, weights = literal_logits(base, model, **inputs)
+        without, (expected, weights) = expected, literal_logits(base, model, **inputs)
         outputs = model(**inputs, output_depth_attentions=True, output_hidden_states=True)
         assert (outputs.logits - without).abs().max() > 1e-2
         assert (outputs.logits - expected).abs().max() < 1e-12 * expected.abs().max()
-    assert len(outputs.depth_attentions) == len(weights) == model.config.text_config.num_sites
+        assert (model(**inputs).logits - expected).abs().max() < 1e-12 * expected.abs().max()
+    # Layers that add twice without a read in between leave a site unread
+    assert len(outputs.depth_attentions) == len(weights) <= model.config.text_config.num_sites
     assert outputs.depth_attentions[-1].shape == (*inputs["input_ids"].shape, 4)
     assert all(type(state) is torch.Tensor for state in outputs.hidden_states)
 
 
+GREEDY = {
+    "max_new_tokens": 6,
+    "do_sample": False,
+    "eos_token_id": None,
+    "suppress_tokens": [*range(multimodal_models.IMAGE - 1, 97)],
+}
+
+
 def test_generation(model_type, converted):
-    model = AutoModelForImageTextToText.from_pretrained(converted[1]).eval()
+    """With the caches of tokens and of blocks, and without either."""
+    model = load(converted[1])
     randomize_queries(model)
     inputs = make_inputs(model_type)
-    options = {"max_new_tokens": 6, "do_sample": False, "eos_token_id": None, "suppress_tokens": [90, 91, 92, 93]}
-    cached = model.generate(**inputs, **options)
-    assert torch.equal(cached, model.generate(**inputs, **options, use_cache=False))
+    cached = model.generate(**inputs, **GREEDY)
+    if model_type != "mistral_large4":  # an index of keys, which chooses others without a cache: so does its base
+        assert torch.equal(cached, model.generate(**inputs, **GREEDY, use_cache=False))
+    attnres.set_backend("reference")
+    try:
+        assert torch.equal(cached, model.generate(**inputs, **GREEDY))
+    finally:
+        attnres.set_backend("auto")
     assert cached.shape[1] == inputs["input_ids"].shape[1] + 6
+
+
+def test_padding(model_type, converted):
+    """Rows with padding on their left go on as they do without."""
+    model = load(converted[1], dtype=torch.float64)
+    randomize_queries(model)
+    inputs = make_inputs(model_type, torch.float64)
+    length = inputs["input_ids"].shape[1]
+    padded = {
+        name: torch.nn.functional.pad(value, (3, 0)) if value.shape == (2, length) else value
+        for name, value in inputs.items()
+    }
+    options = {**GREEDY, "return_dict_in_generate": True, "output_logits": True}
+    expected, actual = (torch.stack(model.generate(**given, **options).logits) for given in (inputs, padded))
+    # Masks and rotary embeddings are computed in fp32
+    assert (actual - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 @pytest.mark.one_in(2)
 def test_save_and_load_and_back(model_type, converted, tmp_path):
     base, folder = converted
-    model = AutoModelForImageTextToText.from_pretrained(folder)
+    model = load(folder)
     randomize_queries(model)
     model.save_pretrained(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")  # as for a base of a causal LM
@@ -190,8 +249,8 @@ def test_save_and_load_and_back(model_type, converted, tmp_path):
 
 
 def test_gradients_and_checkpointing(model_type, converted):
-    """Of every parameter, among them those of the part that sees."""
-    model = AutoModelForImageTextToText.from_pretrained(converted[1], dtype=torch.float64).train()
+    """Of every parameter, among them those of the parts that see and hear."""
+    model = load(converted[1], dtype=torch.float64).train()
     randomize_queries(model)
     inputs = make_inputs(model_type, torch.float64)
 
@@ -202,7 +261,10 @@ def test_gradients_and_checkpointing(model_type, converted):
 
     expected = gradients()
     assert expected[f"{model.trunk_name}.depth_queries.query"].any()
-    assert any("vis" in name and gradient.any() for name, gradient in expected.items())
+    outside = [name for name in expected if not name.startswith((model.trunk_name, "lm_head"))]
+    assert any(expected[name].any() for name in outside)
+    if not model.supports_gradient_checkpointing:  # nor does its base
+        return
     model.gradient_checkpointing_enable()
     actual = gradients()
     assert actual.keys() == expected.keys()
@@ -217,7 +279,7 @@ def test_config(model_type, converted):
     assert config.to_base_config().to_dict() | {"_name_or_path": None} == base.to_dict() | {"_name_or_path": None}
     for copied in (copy.deepcopy(config), pickle.loads(pickle.dumps(config))):
         assert type(copied) is type(config) and copied.to_dict() == config.to_dict()
-    model_class = type(AutoModelForImageTextToText.from_pretrained(converted[1]))
+    model_class = type(load(converted[1]))
     assert pickle.loads(pickle.dumps(model_class)) is model_class
     made = attnres.AttnResMultimodalConfig(**json.loads((converted[1] / "config.json").read_text()))
     assert made.to_dict() | {"_name_or_path": None} == config.to_dict() | {"_name_or_path": None}
@@ -298,22 +360,58 @@ def test_trainer_and_adapter(tmp_path):
     assert torch.equal(whole(**inputs).logits, merged(**inputs).logits)
 
 
+def refusal(run, *args, **kwargs) -> str | None:
+    try:
+        run(*args, **kwargs)
+    except ValueError as error:
+        return str(error)
+    return None
+
+
+def save_dummy(config, folder):
+    """A checkpoint whose names and files are those of a model with this config, and whose tensors are not."""
+    config.save_pretrained(folder)
+    names = ["model.weight"]
+    text_config = getattr(config, "text_config", None)
+    with contextlib.suppress(Exception), torch.device("meta"):
+        decoder = attnres.base_config.decoder_class(type(text_config))(text_config)
+        names = [f"model.language_model.{name}" for name, _ in decoder.named_parameters()]
+    save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors", {"format": "pt"})
+
+
+@pytest.mark.parametrize(
+    "model_type",
+    [name if name in ("qwen2_audio", "pi0") else pytest.param(name, marks=pytest.mark.slow) for name in EVERY],
+)
+def test_probe_and_convert_say_the_same(model_type, tmp_path):
+    """Of every multimodal type of transformers; where one refuses, with the same words."""
+    folder, has_weights = tmp_path / "base", True
+    try:
+        make_base(model_type).save_pretrained(folder)
+    except Exception:  # no tiny one can be made here
+        has_weights = False
+        save_dummy(AutoConfig.for_model(model_type), folder)
+    reason = refusal(lambda: describe_probe(read_config(str(folder))))
+    of_convert = refusal(convert, folder, tmp_path / "attnres", verify=False)
+    if reason is None and not has_weights:
+        assert "is not a whole" in of_convert
+    else:
+        assert of_convert == reason
+
+
 REFUSED = {
-    "qwen3_vl": ({}, "`base_model_type='qwen3_vl_text'` is not supported"),
-    "cohere_compass": (
-        {"text_config": {**TEXT, **DECODERS["cohere_compass_text"]}},
-        "adds features of the images to the residual stream, between the layers",
+    "qwen2_5_omni": (
+        {},
+        "no `text_config`.*; `thinker_config` has one, .* type 'qwen2_5_omni_thinker'",
     ),
     "chameleon": ({}, "its config has no `text_config`"),
     "gemma3n": ({}, "line .* of modeling_gemma3n.py"),
-    "whisper": ({}, "transformers has no model of images and text of this type"),
+    "whisper": ({}, "transformers has no multimodal language model of this type"),
 }
 
 
 def test_a_config_of_another_kind():
-    with pytest.raises(
-        ValueError, match="`base_model_type='llama'` is not supported: transformers has no model of images"
-    ):
+    with pytest.raises(ValueError, match="`base_model_type='llama'` is not supported: transformers has no multimodal"):
         attnres.AttnResForConditionalGeneration(attnres.AttnResConfig(base_model_type="llama"))
     with pytest.raises(ValueError, match="`base_model_type=None` is not supported"):
         attnres.AttnResMultimodalConfig()
@@ -353,12 +451,12 @@ DAMAGED_BASES = {
     "other language model": (("text_config", "model_type", "gpt2"), "is not|tensors are missing"),
     "other class": (("architectures", ["LlamaForCausalLM"]), "must be one of Gemma3ForConditionalGeneration"),
     "dtype": (("dtype", 3), "dtype"),
-    "no embedding": ("embed_tokens.weight", "has 0 tensors named `...embed_tokens.weight`"),
+    "no embedding": ("embed_tokens.weight", "is not a whole gemma3 checkpoint: 2 tensors are missing"),
     "no vision norm": ("vision_tower.post_layernorm.weight", "tensors are missing"),
 }
 DAMAGED_CONVERSIONS = {
     "no base": (("base_model_type", None), "`base_model_type=None` is not supported"),
-    "base of text": (("base_model_type", "llama"), "transformers has no model of images and text of this type"),
+    "base of text": (("base_model_type", "llama"), "transformers has no multimodal language model of this type"),
     "base is ours": (("base_model_type", "attnres_multimodal"), "is not supported"),
     "base is a number": (("base_model_type", 3), "`base_model_type=3` is not supported"),
     "fewer sublayers": (("text_config", "attn_res_block_size", 0), "`attn_res_block_size=0` must be"),
@@ -392,10 +490,10 @@ def test_damaged_conversions(kind, tmp_path):
 
 def test_the_class_of_the_base_loses_no_queries_in_silence(converted):
     """It makes the language model of `text_config`, with reads; or it names the class of it, and says what is left."""
-    base_class = type(AutoModelForImageTextToText.from_pretrained(converted[1])).base_class
+    base_class = type(load(converted[1])).base_class
     model, info = base_class.from_pretrained(converted[1], output_loading_info=True)
     reads = any(isinstance(module, attnres.AttnResModel) for module in model.modules())
-    left = {name.rpartition(".")[2] for name in info["unexpected_keys"]}
+    left = {name.rpartition(".")[2] for name in info["unexpected_keys"]} & {"query", "key_norm"}
     assert left == (set() if reads else {"query", "key_norm"})
 
 

@@ -12,8 +12,8 @@ from mutations import MUTATIONS
 ROOT = Path(__file__).parents[1]
 # A room is a folder, or a file beside `__init__.py`. Each may import those in front of it
 ROOMS = (
-    *("depth_backends", "depth_attention", "triton_kernels", "depth_stream", "depth_probe"),
-    *("base_config", "attn_res_fields", "configuration_attnres", "depth_reads", "depth_queries"),
+    *("depth_backends", "depth_attention", "triton_kernels", "depth_stream", "base_config", "depth_probe"),
+    *("attn_res_fields", "configuration_attnres", "depth_reads", "depth_queries"),
     *("library_lookups", "base_classes"),
     *("depth_forward", "generation_attnres", "depth_pipeline", "saving_attnres", "modeling_attnres"),
     "multimodal_attnres",

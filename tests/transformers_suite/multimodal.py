@@ -20,15 +20,15 @@ sys.path.insert(0, os.environ["TRANSFORMERS"])
 
 import torch
 from transformers.models.auto.modeling_auto import (
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES,
 )
 
 from attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig
 
 
 def config_and_inputs(model_type: str):
-    """Those of the first test of the type that has some of a model of images and text."""
+    """Those of the first test of the type that has some of a multimodal model."""
     name = model_type.replace("-", "_")
     module = import_module(f"tests.models.{name}.test_modeling_{name}")
     for kind in vars(module).values():
@@ -40,7 +40,7 @@ def config_and_inputs(model_type: str):
             config, inputs = test.model_tester.prepare_config_and_inputs_for_common()
         except Exception:  # such as a test that loads a model from the Hub
             continue
-        if type(config) in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING:
+        if type(config) in MODEL_FOR_MULTIMODAL_LM_MAPPING:
             return config, inputs
     raise LookupError("its tests have no tiny model")
 
@@ -51,7 +51,7 @@ def compare(model_type: str) -> str:
     base_config._attn_implementation = "eager"
     config = AttnResMultimodalConfig.from_base_config(base_config, block_size=2, attn_res_scale_norm_eps=True)
     torch.manual_seed(0)
-    base = MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING[type(base_config)](base_config).eval()
+    base = MODEL_FOR_MULTIMODAL_LM_MAPPING[type(base_config)](base_config).eval()
     model = AttnResForConditionalGeneration(config).eval()
     missing, unexpected = model.load_state_dict(base.state_dict(), strict=False)
     assert not unexpected and len(missing) == 2, (missing, unexpected)
@@ -68,7 +68,7 @@ def compare(model_type: str) -> str:
 def main(*model_types: str):
     warnings.simplefilter("ignore")
     logging.disable(logging.WARNING)
-    for model_type in model_types or MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES:
+    for model_type in model_types or MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES:
         if model_type == "attnres_multimodal":
             continue
         try:
