@@ -149,7 +149,10 @@ def check_inside(folder: Path, names: Iterable[str], title: str | None = None):
     if resolved.parent.name == "snapshots":
         allowed.append(resolved.parent.parent / "blobs")
     for name in names:
-        target = (resolved / name).resolve()
+        try:
+            target = (resolved / name).resolve()
+        except RuntimeError:  # of a loop of links, in some versions of Python
+            raise ValueError(f"`{folder / name}` is a link to nowhere: remove it.") from None
         if not any(target.is_relative_to(path) for path in allowed):
             raise ValueError(
                 f"`{name}` of `{title or folder}` is a link out of the folder, to `{target}`, and would be copied from"
@@ -211,7 +214,7 @@ def check_folder(folder: str | Path, *, follow_links: bool):
     names = []
     for path in opened_files(folder):
         if not path.exists():
-            raise ValueError(f"`{path}` is a link to nothing: remove it, or put the file itself there.")
+            raise ValueError(f"`{path}` is a link to nowhere: remove it, or put the file itself there.")
         names.append(path.relative_to(folder).as_posix())
         check_file(path)
         if path.name in PARSED:

@@ -133,17 +133,17 @@ def _convert(
     check_config(checkpoint)
 
     is_new = not is_attnres(checkpoint)
-    if not (is_new or blocks or read or self_contained):
-        size = checkpoint.text_config.attn_res_block_size
-        raise ValueError(
-            f"`{checkpoint.name}` is an AttnRes checkpoint already, with blocks of {size} sublayers: say which blocks"
-            " or which read it is to have, such as `--num-blocks 8`."
-        )
     if is_new:
         config = config_with_depth_attention(checkpoint, blocks, read)
     check_tensors(checkpoint)
     if not is_new:
         config = config_with_other_read(checkpoint, blocks, read)
+        if not (blocks or read or self_contained):
+            size = checkpoint.text_config.attn_res_block_size
+            raise ValueError(
+                f"`{checkpoint.name}` is an AttnRes checkpoint already, with blocks of {size} sublayers: say which"
+                " blocks or which read it is to have, such as `--num-blocks 8`."
+            )
     check_head(checkpoint, config)
     if is_new and checkpoint.has_lm_head and not checkpoint.is_multimodal:
         config.architectures = [AttnResForCausalLM.__name__]  # whatever the base calls itself

@@ -263,7 +263,7 @@ def test_scores(tasks, manager, tmp_path, monkeypatch):
     write_data_root(tmp_path / "data", loaded, 7)
     model = tmp_path / "model"
     model.mkdir()
-    (model / "config.json").write_text("{}")
+    (model / "config.json").write_text('{"model_type": "llama"}')
     monkeypatch.setattr(attnres.eval, "task_manager", lambda include_path: manager)
     monkeypatch.setattr(attnres.eval, "check_chat_template", lambda model: None)
     arguments = {"tasks": names, "data_root": tmp_path / "data", "allow_code_execution": True}

@@ -482,7 +482,7 @@ BAD_SOURCES = {
     "no model type": (lambda d: edit_json(d / "config.json", model_type=None), "names no `model_type`"),
     "unsupported": (
         lambda d: edit_json(d / "config.json", model_type="inkling2"),
-        "`base_model_type='inkling2'` is not supported: it is an attention-residual architecture already",
+        "`base_model_type='inkling2(_text)?'` is not supported: it is an attention-residual architecture already",
     ),
     "unknown": (
         lambda d: edit_json(d / "config.json", model_type="mystery"),

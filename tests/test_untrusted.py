@@ -191,7 +191,7 @@ HOSTILE = {
     "link to nothing": (
         lambda p: link(p / "attnres/chat_template.jinja", "nowhere"),
         [INSPECT, FINETUNE],
-        "chat_template.jinja` is a link to nothing",
+        "chat_template.jinja` is a link to nowhere",
     ),
     "adapter of an absurd rank": (
         lambda p: edit(p / "lora/adapter_config.json", r=10**6),
