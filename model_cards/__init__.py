@@ -258,8 +258,9 @@ def _inspection(folder: Path) -> dict[str, Any] | None:
     path = folder / "depth" / "depth.json"
     if not path.exists():
         return None
-    results = read_json(path)
+    read_bytes(path)  # which says what is wrong with a file that is none
     try:
+        results = read_json(path)
         models = [
             {"name": model["model"], "state": model.get("fingerprint") or model.get("commit")}
             for model in results["models"]
