@@ -202,7 +202,7 @@ def stand_in(result):
     return function
 
 
-def test_what_takes_long(tmp_path, monkeypatch, run_json, capsys):
+def test_what_takes_long(base, tmp_path, monkeypatch, run_json, capsys):
     """Of training and measuring, JSON is on stdout alone, and what is printed meanwhile on stderr."""
     from attnres import eval, inspection, training
     from attnres.benchmarks import twin
@@ -210,6 +210,7 @@ def test_what_takes_long(tmp_path, monkeypatch, run_json, capsys):
     history = [{"step": 0, "eval_loss": 2.0}, {"step": 5, "eval_loss": 1.0}]
     tuned = training.FinetuneResult(tmp_path / "final", history, 7, None, [tmp_path / "loss.png"])
     monkeypatch.setattr(training, "finetune", stand_in(tuned))
+    (tmp_path / "run.yaml").write_text("{}")
     code, found = run_json("finetune", tmp_path / "run.yaml")
     assert code == 0 and are_documented(found, "finetune") and found["losses"] == [2.0, 1.0]
     assert found["wrote"] == [str(tmp_path / "final"), str(tmp_path / "loss.png")]
@@ -217,7 +218,7 @@ def test_what_takes_long(tmp_path, monkeypatch, run_json, capsys):
     results = {"schema": 2, "models": [], "rows": [], "skipped": {"IFEval": "its data is not there"}}
     monkeypatch.setattr(eval, "evaluate", stand_in(results))
     (tmp_path / "results.json").write_text("{}")
-    code, found = run_json("eval", "model", "--suite", "quick", "-o", tmp_path)
+    code, found = run_json("eval", base, "--suite", "quick", "-o", tmp_path)
     assert code == 3 and are_documented(found.keys() - {"schema"}, "eval")
     assert found["wrote"] == [str(tmp_path / "results.json")]
     monkeypatch.setattr(eval, "prefetch", stand_in((["model"], {})))
@@ -228,7 +229,7 @@ def test_what_takes_long(tmp_path, monkeypatch, run_json, capsys):
 
     model = {"model": "a", "num_tokens": 9, "sites": [{**SITE, "weights": [1.0]}, SITE]}
     monkeypatch.setattr(inspection, "inspect", stand_in({"models": [model]}))
-    code, found = run_json("inspect", "a", "-o", tmp_path)
+    code, found = run_json("inspect", base, "-o", tmp_path)
     assert code == 0 and len(found["wrote"]) == 6
     assert found["models"] == [{"model": "a", "num_tokens": 9, "relative_entropy": 0.75, "newest_source_weight": 0.5}]
 
@@ -245,6 +246,7 @@ def test_json_of_what_is_not_a_number(tmp_path, monkeypatch, run_attnres, capsys
     history = [{"step": 0, "eval_loss": math.nan}, {"step": 5, "eval_loss": math.inf}]
     tuned = training.FinetuneResult(tmp_path / "final", history, 7, None, [])
     monkeypatch.setattr(training, "finetune", stand_in(tuned))
+    (tmp_path / "run.yaml").write_text("{}")
     assert run_attnres("finetune", tmp_path / "run.yaml", "--json") == 0
     found = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
     assert found["losses"] == [None, None]

@@ -70,7 +70,7 @@ def named_models(tmp_path):
         folders = [tmp_path / "named" / name for name in names]
         for folder in folders:
             folder.mkdir(parents=True, exist_ok=True)
-            (folder / "config.json").write_text(json.dumps({"name": folder.name}))
+            (folder / "config.json").write_text(json.dumps({"model_type": "llama", "name": folder.name}))
         return [str(folder) for folder in folders]
 
     return make
@@ -845,16 +845,19 @@ def test_reasons(error, way_out):
         (["eval", "model", "--suite", "quick", "--device", "cuda:99"], "`device='cuda:99'` is not there"),
         (["eval", "model", "--suite", "quick", "--device", "abacus"], "`device='abacus'` is not there"),
         (["eval", "model", "--suite", "quick", "--dtype", "fp23"], "`dtype='fp23'` is none of torch"),
-        (["eval", "model", "--suite", "quick", "--data-root", "nowhere"], "`data_root='nowhere'` is no folder"),
+        (["eval", "model", "--suite", "quick", "--data-root", "nowhere"], "There is no folder `nowhere`"),
         (["eval", "model", "--suite", "quick", "--backend", "x"], "`backend='x'` is neither hf nor vllm"),
         (["eval", "model", "--suite", "bad.yaml"], "is not a benchmark: it needs name, tasks (a list) and metric"),
         (["eval", "model", "--suite", "odd.yaml"], "unexpected keyword argument 'shots'"),
-        (["report", "nowhere"], "`nowhere` holds no results.json; `attnres eval` writes one"),
+        (["report", "nowhere"], "There is no folder `nowhere`"),
+        (["report", "model"], "`model` holds no results.json; `attnres eval` writes one"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_bad_input(arguments, message, tmp_path, monkeypatch, capsys, run_attnres):
     monkeypatch.chdir(tmp_path)
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text('{"model_type": "llama"}')
     (tmp_path / "bad.yaml").write_text("- mmlu\n")
     (tmp_path / "odd.yaml").write_text("- {name: x, tasks: [mmlu], metric: acc, shots: 5}\n")
     before = sorted(os.listdir())

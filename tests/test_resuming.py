@@ -62,7 +62,14 @@ def fields(folder: Path, **kwargs) -> dict:
     return {
         **{"model": str(folder / "m"), "dataset": str(folder / "text.jsonl"), "output_dir": str(folder / "out")},
         **{"mode": "lora", "max_length": 32, "max_steps": 6, "save_steps": 2, "eval_steps": 6, "learning_rate": 1e-2},
-        **{"query_learning_rate": 1e-2, "report_to": "none", "use_cpu": True, "lora_dropout": 0.1, **kwargs},
+        **{
+            "query_learning_rate": 1e-2,
+            "report_to": "none",
+            "use_cpu": True,
+            "disable_tqdm": True,
+            "lora_dropout": 0.1,
+            **kwargs,
+        },
     }
 
 
@@ -185,7 +192,7 @@ def start(folder: Path, command: str, config: dict, limit: int | None = None) ->
             resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 
     return subprocess.Popen(
-        [sys.executable, "-m", "attnres", command, str(folder / f"{command}.yaml"), "disable_tqdm=true"],
+        [sys.executable, "-m", "attnres", command, str(folder / f"{command}.yaml")],
         env={**os.environ, "HF_HUB_OFFLINE": "1"},
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,

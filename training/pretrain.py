@@ -401,7 +401,10 @@ def train_with_trainer(
 
 
 def train_over_stages(
-    run: "PretrainRun", model: torch.nn.Module, checkpoint: str | None, fingerprints: dict[str, str | None]
+    run: "PretrainRun",
+    model: torch.nn.Module,
+    checkpoint: str | None = None,
+    fingerprints: dict[str, str | None] | None = None,
 ) -> tuple[Path, list, int, str | None]:
     """The same over the stages of a pipeline, or over tensor parallelism, in the processes of torchrun."""
     loop = stages.StageLoop(run, model, checkpoint, fingerprints)
