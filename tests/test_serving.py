@@ -171,6 +171,7 @@ REQUESTS = {
     "list": (COMPLETIONS, b"[]", 422, 422, "dict"),
     "another model": (*complete(model="base"), 400, 400, "pinned"),
     # Right ones
+    "prompt that fills the cache": (*complete("the " * 4090, max_tokens=100), 200, 200, '"length"'),
     "chat": (*chat(), 200, 200, "assistant"),
     "completion": (*complete(), 200, 200, "text_completion"),
     "response": (*respond(), 200, 200, "output_text"),
@@ -221,7 +222,11 @@ def test_two_clients_with_one_name(guarded):
     assert numbers[0] < numbers[1]
 
 
-@pytest.mark.parametrize("options", [[], ["--continuous-batching", "--cb-num-blocks", "64"]], ids=["alone", "batched"])
+@pytest.mark.parametrize(
+    "options",
+    [[], pytest.param(["--continuous-batching", "--cb-num-blocks", "64"], marks=pytest.mark.slow)],
+    ids=["alone", "batched"],
+)
 def test_hung_up_and_ended(folder, options):
     """Nobody's answer is computed on, a stalled connection is ended, and SIGTERM does not wait for long answers."""
     long = {"prompt": "Once", "max_tokens": 8000, "temperature": 0, "generation_config": '{"min_new_tokens": 7000}'}
@@ -229,7 +234,6 @@ def test_hung_up_and_ended(folder, options):
     with Server(str(folder / "attnres"), "transformers", [*limits, *options], folder / "hung_up") as server:
         stalled = socket.create_connection(("127.0.0.1", server.port))
         stalled.sendall(b"POST /v1/completions HTTP/1.1\r\nHost: x\r\n")
-        start = time.monotonic()
         httpx.post(server.url + COMPLETIONS, json=complete()[1], timeout=120)
         for stream in (False, True):
             with suppress(httpx.TimeoutException):
@@ -242,7 +246,7 @@ def test_hung_up_and_ended(folder, options):
         time.sleep(1)
         assert cpu_seconds(server) - idle < 0.5
         stalled.settimeout(60)
-        assert stalled.recv(1) == b"" and time.monotonic() - start < 60
+        assert stalled.recv(1) == b""
         with ThreadPoolExecutor() as pool:
             last = pool.submit(httpx.post, server.url + COMPLETIONS, json=long, timeout=60)
             time.sleep(1)
