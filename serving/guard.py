@@ -158,6 +158,11 @@ class Server(uvicorn.Server):
         timer.start()
         super().handle_exit(sig, frame)
 
+    async def shutdown(self, sockets=None):
+        await super().shutdown(sockets)
+        if self.server_state.tasks:  # cancelled, but not yet told their clients
+            await asyncio.wait(list(self.server_state.tasks), timeout=1)
+
     def run(self, sockets=None):
         with contextlib.suppress(KeyboardInterrupt):
             super().run(sockets)
