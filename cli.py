@@ -346,6 +346,12 @@ def serve(
         typer.Argument(help="Folder or Hub id. Without one, transformers' server loads what requests name."),
     ] = None,
     engine: Annotated[Engine, typer.Option(help="Whose server.")] = Engine.transformers,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Refuse longer prompts. [default: the context of the model]")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Refuse requests for longer answers. [default: 4096]")
+    ] = None,
 ):
     """Serve checkpoints with an OpenAI-compatible API. All other options are the engine's.
 
@@ -358,7 +364,7 @@ def serve(
     if model is not None and model.startswith("-"):  # an option that is not ours stands in front, and is no model
         model, options = None, [model, *options]
     run = server.serve_with_vllm if engine == Engine.vllm else server.serve_with_transformers
-    run(model, options)
+    run(model, options, max_prompt_tokens, max_new_tokens)
 
 
 # By panel of the help: the commands, in its order, with an example

@@ -5,9 +5,11 @@
 names; and users, where it is not root who starts it), made by bubblewrap where that is installed and by `unshare`
 elsewhere. Its root is read-only and holds the interpreter, the standard library and numpy; /tmp is in memory, small
 and its own; there is no /proc, no network and no program to start. It belongs to no user of the machine, has no
-capabilities, cannot get any, and fails in the system calls that have led out of sandboxes (libseccomp). Time, memory,
-files, processes and threads are limited, and all that it started ends with it. Where the system does not allow this,
-nothing is run.
+capabilities, cannot get any, and fails in the system calls that have led out of sandboxes or keep memory that nothing
+counts (libseccomp). Time, memory, files, processes and threads are limited, and all that it started ends with it. The
+kernel's own memory is limited where a control group can be made. Elsewhere many processes can still fill some 0.6 GB
+of it with pairs of sockets, and as much with mappings. Where memory runs out, it is taken from the program. Where the
+system does not allow a sandbox, nothing is run.
 
 **The judge** is another process in another such sandbox. It runs the tests. In them, the names that the program
 defines stand for calls over a pipe: arguments go to the program as plain data, results come back as plain data, and
@@ -19,6 +21,7 @@ import collections
 import contextlib
 import functools
 import importlib.util
+import itertools
 import json
 import logging
 import math
@@ -56,6 +59,17 @@ ENVIRONMENT = {
     "MALLOC_ARENA_MAX": "2",
     **dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1"),
 }
+
+
+# In the process that becomes the sandbox, so that everything in there inherits it: where memory runs out, it is taken
+# from here, and what the kernel keeps counts as well
+FIRST = """
+{ echo 1000 > /proc/self/oom_score_adj; [ "$0" = None ] || echo $$ > "$0/cgroup.procs"; } 2> /dev/null
+exec "$@"
+"""
+# Nobody's, neither of systemd nor of containers (systemd.io/UIDS-GIDS): 64 for each process that starts sandboxes
+FIRST_USER, USERS = 0x70000000, 64
+counter = itertools.count()
 
 
 class NoSandbox(ValueError):
@@ -108,27 +122,87 @@ def hidden() -> list[str]:
     return [str(library / name) for name in ("site-packages", "dist-packages") if (library / name).is_dir()]
 
 
+def users() -> list[int]:
+    """Whom programs run as, by turns, each in its own sandbox. Root has users to give; others can only hide."""
+    if os.geteuid() != 0:
+        return []
+    mapped = [int(line.split()[0]) + int(line.split()[2]) for line in open("/proc/self/uid_map")]
+    if max(mapped) > 0x80000000:
+        return [FIRST_USER + os.getpid() * USERS + number for number in range(USERS)]
+    return [61184 + (os.getpid() * USERS + number) % 4336 for number in range(USERS)]  # as systemd's dynamic users
+
+
+def next_user() -> int | None:
+    ours = users()
+    return ours[next(counter) % USERS] if ours else None
+
+
+def control_groups() -> list[tuple[Path, dict[str, str]]]:
+    """Folders in which a control group with a limit of memory may be made, and what to write there."""
+    found = []
+    own = [line.rstrip("\n").split(":", 2) for line in open("/proc/self/cgroup")]
+    for line in open("/proc/self/mountinfo"):
+        before, after = line.split(" - ")
+        root, place = before.split()[3:5]
+        kind, _, options = after.split()[:3]
+        for _, controllers, path in own:
+            if kind == "cgroup2" and not controllers:
+                limits = {"memory.max": str(TOTAL_MEMORY_BYTES), "memory.swap.max": "0", "memory.oom.group": "1"}
+            elif kind == "cgroup" and "memory" in controllers.split(",") and "memory" in options.split(","):
+                limits = {"memory.limit_in_bytes": str(TOTAL_MEMORY_BYTES)}
+            else:
+                continue
+            if Path(path).is_relative_to(root):
+                folder = Path(place) / Path(path).relative_to(root)
+                # The second version has no processes in a group that others are in, so they are side by side
+                found += [(folder, limits)] + [(folder.parent, limits)] * (kind == "cgroup2" and path != root)
+    return found
+
+
+def make_group() -> Path | None:
+    """A new control group with the limit of memory, where one can be made."""
+    for parent, limits in control_groups():
+        group = parent / f"attnres-sandbox-{os.getpid()}-{next(counter)}"
+        try:
+            group.mkdir()
+            if (group / next(iter(limits))).exists() and os.access(parent / "cgroup.procs", os.W_OK):
+                for file, value in limits.items():
+                    with contextlib.suppress(FileNotFoundError):  # there is no swap to limit
+                        (group / file).write_text(value)
+                return group
+        except OSError:
+            pass
+        remove_group(group)
+    return None
+
+
+def remove_group(group: Path | None):
+    """When the last process in there is gone."""
+    deadline = time.monotonic() + 2
+    while group is not None and group.exists() and time.monotonic() < deadline:
+        try:
+            group.rmdir()
+        except OSError:
+            time.sleep(0.01)
+
+
 @dataclass(frozen=True)
 class Wall:
     """A way to shut a program in: its name and what it takes to start one."""
 
     name: str
 
-    @property
-    def user(self) -> int | None:
-        """Whom a program runs as. Root has users to give; others can only hide that they are themselves."""
-        return 61184 + os.getpid() % 4336 if os.geteuid() == 0 else None  # as systemd's dynamic users
-
     def command(self) -> list[str]:
         """What starts the interpreter inside."""
         python = [str(Path(sys.executable).resolve()), "-I", "-S", "-B"]
         if self.name == "unshare":
             namespaces = ["--mount", "--pid", "--net", "--ipc", "--uts", "--cgroup", "--fork", "--kill-child"]
-            users = [] if self.user is not None else ["--user", "--map-root-user"]
+            users = [] if os.geteuid() == 0 else ["--user", "--map-root-user"]
             return ["unshare", *users, *namespaces, *python, str(INSIDE)]
         users = ["--unshare-user", "--uid", "65534", "--gid", "65534"]
-        if self.user is not None:
+        if os.geteuid() == 0:
             users = ["--cap-add", "CAP_SETUID", "--cap-add", "CAP_SETGID"]
+        users += ["--cap-add", "CAP_SYS_ADMIN"]  # to limit the number of files, and given up before the program starts
         namespaces = ["--unshare-pid", "--unshare-net", "--unshare-ipc", "--unshare-uts", "--unshare-cgroup-try"]
         # It would take over the rights of the folders above, and those of root are root's alone
         above = sorted({str(parent) for _, target in read_only() for parent in Path(target).parents if parent.name})
@@ -157,7 +231,9 @@ class Wall:
     @contextlib.contextmanager
     def start(self, role: str, text: str, descriptors: list[int], arguments: dict, stderr: int) -> Iterator:
         """A process in a new sandbox; everything in there is gone when the context is left."""
-        with contextlib.ExitStack() as stack:
+        with contextlib.ExitStack() as stack, contextlib.ExitStack() as afterwards:
+            group = make_group()
+            afterwards.callback(remove_group, group)
             lifeline, end = os.pipe()
             stack.callback(os.close, lifeline)
             source = os.memfd_create("text")
@@ -166,10 +242,10 @@ class Wall:
                 file.write(text.encode("utf-8", "surrogatepass"))
             os.lseek(source, 0, os.SEEK_SET)
             build = {"read_only": read_only()[:-1], "hidden": hidden()} if self.name == "unshare" else None
-            options = {"role": role, "build": build, "user": self.user, "text": source, "lifeline": lifeline}
+            options = {"role": role, "build": build, "user": next_user(), "text": source, "lifeline": lifeline}
             options |= {"descriptors": descriptors, "arguments": arguments}
             process = subprocess.Popen(
-                [*self.command(), json.dumps(options)],
+                ["/bin/sh", "-c", FIRST, str(group), *self.command(), json.dumps(options)],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=stderr,
@@ -178,10 +254,8 @@ class Wall:
                 pass_fds=[lifeline, source, *descriptors],
                 start_new_session=True,
             )
+            afterwards.pop_all()
         try:
-            # Where memory runs out, it is taken from here
-            with contextlib.suppress(OSError):
-                Path(f"/proc/{process.pid}/oom_score_adj").write_text("1000")
             yield process
         finally:
             os.close(end)  # process 1 in there sees this and ends, and with it everything
@@ -190,6 +264,7 @@ class Wall:
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
                 process.wait()
+            remove_group(group)
 
 
 @functools.lru_cache

@@ -10,12 +10,16 @@ from typing import NoReturn
 from ..untrusted import check_folder
 
 
-def serve_with_transformers(model: str | None, options: list[str]):
-    """Run the server of transformers until it is ended.
+def serve_with_transformers(
+    model: str | None, options: list[str], max_prompt_tokens: int | None = None, max_new_tokens: int | None = None
+):
+    """Run the server of transformers until it is ended, with a layer of ours around it (`guard.py`).
 
     Args:
         model: a folder or Hub id to load now; without one, models are loaded as requests name them.
         options: of `transformers serve`.
+        max_prompt_tokens: of one request; the context of the model if `None`.
+        max_new_tokens: of one request; 4096 if `None`.
 
     Raises:
         ModuleNotFoundError: if the server's own requirements are not installed.
@@ -30,7 +34,10 @@ def serve_with_transformers(model: str | None, options: list[str]):
     from transformers.cli.transformers import app
 
     from .. import AttnResForCausalLM, AttnResForConditionalGeneration
+    from .fields import Limits
+    from .guard import put_around
 
+    put_around(Limits(max_prompt_tokens, max_new_tokens or Limits.new_tokens))
     Path(constants.HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)  # where it looks for models, and fails without
     # The server looks the class of a checkpoint up by its name there
     transformers.AttnResForCausalLM = AttnResForCausalLM
@@ -38,20 +45,28 @@ def serve_with_transformers(model: str | None, options: list[str]):
     app(["serve", *([] if model is None else [model]), *options], prog_name="attnres")
 
 
-def serve_with_vllm(model: str | None, options: list[str]) -> NoReturn:
+def serve_with_vllm(
+    model: str | None, options: list[str], max_prompt_tokens: int | None = None, max_new_tokens: int | None = None
+) -> NoReturn:
     """Become vLLM's server, which knows AttnRes models by its plugin (`vllm_plugin.py`).
 
     Args:
         model: a folder or Hub id.
         options: of `vllm serve`.
+        max_prompt_tokens, max_new_tokens: must be `None`, as vLLM has limits of its own.
 
     Raises:
-        ValueError: if there is no model.
+        ValueError: if there is no model, or a limit is given.
         ModuleNotFoundError: if vLLM is not installed.
         FileNotFoundError: if the folder is not there.
     """
     if model is None:
         raise ValueError("vLLM serves one model: name it, as in `attnres serve MODEL --engine vllm`.")
+    if max_prompt_tokens is not None or max_new_tokens is not None:
+        raise ValueError(
+            "--max-prompt-tokens and --max-new-tokens are of transformers' server. vLLM has --max-model-len, and"
+            " --override-generation-config '{\"max_new_tokens\": N}'."
+        )
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError("vllm is not installed", name="vllm")
     _check_folder(model)

@@ -559,3 +559,93 @@ WAYS_OUT = {
 def way_out(name: str, outside: dict) -> str:
     body = "\n".join("    " + line for line in WAYS_OUT[name].split("\n"))
     return WAY_OUT.format(outside="\n".join(f"{key} = {value!r}" for key, value in outside.items()), body=body)
+
+
+# How much of the kernel's memory a program can take that is not counted as a process's. All are stopped early, so that
+# they are safe where they succeed
+KERNEL_MEMORY = """
+import contextlib, fcntl, resource
+
+def until_refused(attempt, most):
+    number = 0
+    with contextlib.suppress(OSError, ValueError):
+        while number < most:
+            attempt(number)
+            number += 1
+    return number
+
+def attributes():
+    open("/tmp/with", "w").close()
+    return until_refused(lambda i: os.setxattr("/tmp/with", f"user.{i}", bytes(1000)), 2000)
+
+def links():
+    open("/tmp/linked", "w").close()
+    return until_refused(lambda i: os.link("/tmp/linked", f"/tmp/link{i}"), 20_000)
+
+def folders_in_shared_memory():
+    return until_refused(lambda i: os.mkdir(f"/dev/shm/{i}"), 20_000)
+
+def locks():
+    with open("/tmp/locked", "w") as file:
+        return until_refused(lambda i: fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB, 1, 2 * i), 2000)
+
+def library_locks():
+    return until_refused(lambda i: fcntl.flock(os.open(os.__file__, os.O_RDONLY), fcntl.LOCK_EX | fcntl.LOCK_NB), 1)
+
+def watches():
+    return until_refused(lambda i: did(libc.inotify_init()), 1)
+
+def signals():
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGRTMIN])
+    return until_refused(lambda i: did(libc.sigqueue(os.getpid(), signal.SIGRTMIN, None)), 2000)
+
+def kilobytes_in_sockets():
+    kept, written = [], 0
+    with contextlib.suppress(OSError):
+        while len(kept) < 100:
+            kept.append(socket.socketpair())
+    for one in [one for two in kept for one in two]:
+        with contextlib.suppress(OSError):
+            one.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 24)
+        one.setblocking(False)
+        with contextlib.suppress(OSError):
+            while True:
+                written += one.send(bytes(1 << 15))
+    return written >> 10
+
+def other_sockets():
+    return sum(until_refused(lambda i: socket.socket(*kind), 1) for kind in (
+        (socket.AF_INET, socket.SOCK_STREAM), (socket.AF_INET6, socket.SOCK_DGRAM), (socket.AF_UNIX, socket.SOCK_DGRAM)
+    )) + until_refused(lambda i: socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM), 1)
+
+def sockets_in_flight():
+    one, other = socket.socketpair()
+    return until_refused(lambda i: socket.send_fds(one, [b"x"], [other.fileno()]), 1)
+
+def programs():
+    child = os.fork()
+    if child == 0:
+        with contextlib.suppress(OSError):
+            os.execv(sys.executable, ["python", "-I", "-S", "-c", "pass"])
+        os._exit(1)
+    return os.waitpid(child, 0)[1] == 0
+
+def mounts_in_view():
+    return until_refused(lambda i: call(458, 458, ctypes.create_string_buffer(24), None, 0, 0), 1) or (
+        ctypes.get_errno() != errno.ENOSYS
+    )
+"""
+KERNEL_MEMORY_LIMITS = {
+    "attributes": 0,
+    "folders_in_shared_memory": 256,
+    "locks": 0,
+    "library_locks": 0,
+    "watches": 0,
+    "signals": 256,
+    "kilobytes_in_sockets": 16 << 10,
+    "other_sockets": 0,
+    "sockets_in_flight": 0,
+    "programs": 0,
+    "mounts_in_view": 0,
+    "links": 4096,  # the last, as it leaves no file to the others
+}

@@ -12,13 +12,24 @@ import sys
 import textwrap
 import time
 import uuid
+from contextlib import suppress
 from importlib import resources
 from multiprocessing import shared_memory
 from pathlib import Path
 
 import psutil
 import pytest
-from sandbox_attacks import CHEATS, CHEATS_WITH_TESTS, HELPERS, REFUSED, TESTS, WAYS_OUT, way_out
+from sandbox_attacks import (
+    CHEATS,
+    CHEATS_WITH_TESTS,
+    HELPERS,
+    KERNEL_MEMORY,
+    KERNEL_MEMORY_LIMITS,
+    REFUSED,
+    TESTS,
+    WAYS_OUT,
+    way_out,
+)
 
 from attnres.eval import sandbox
 from attnres.eval.sandbox import NoSandbox, Wall, available, pass_at_k, reason_against, run_program
@@ -53,6 +64,12 @@ def use(wall: str, monkeypatch):
     if reason is not None:
         pytest.skip(f"{wall}: {reason}")
     monkeypatch.setattr(sandbox, "available", lambda: Wall(wall))
+
+
+def running_programs():
+    """Whatever runs as one of the users that sandboxes of this process are given."""
+    users = set(sandbox.users())
+    return [p for p in psutil.process_iter(["uids"]) if users & set(p.info["uids"] or ())]
 
 
 @pytest.mark.parametrize("wall, name", on_both_walls(CHEATS, every=4))
@@ -120,8 +137,7 @@ def outside(tmp_path, monkeypatch):
     assert sorted(os.listdir(tmp_path)) == ["file", "socket"] and seen() == before
     assert psutil.Process().memory_info().rss - memory < 1 << 28  # of 3.6 GB of output, 4 GB asked for
     assert set(psutil.Process().children(recursive=True)) <= set(children)
-    user = Wall("unshare").user
-    assert user is None or not [p for p in psutil.process_iter(["uids"]) if user in (p.info["uids"] or ())]
+    assert not running_programs()
 
 
 @pytest.mark.parametrize("wall, name", on_both_walls(WAYS_OUT, every=6))
@@ -136,6 +152,45 @@ def test_a_way_out_would_be_seen(outside):
         program = way_out(name, outside) + "\nassert got_out() is True, got_out()"
         result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
         assert result.returncode == 0, result.stderr
+
+
+@pytest.mark.parametrize("wall", WALLS)
+def test_memory_of_the_kernel(wall, monkeypatch):
+    """What no limit of a process counts: names, attributes, locks, watches, signals and sockets."""
+    use(wall, monkeypatch)
+    program = way_out("read a file", {"FILE": "/nowhere"}) + textwrap.dedent(KERNEL_MEMORY)
+    tests = "".join(f"assert {name}() <= {most}, '{name}'\n" for name, most in KERNEL_MEMORY_LIMITS.items())
+    assert run_program(program, tests, wall_seconds=60) == "passed"
+
+
+@pytest.mark.parametrize("wall", WALLS)
+def test_processes_are_marked_before_they_start(wall, monkeypatch):
+    """Whatever they start is taken first where memory runs out, has a user of its sandbox, and is in its group."""
+    use(wall, monkeypatch)
+    seen = {}
+
+    def look(verdict, processes, wall_seconds):
+        deadline = time.monotonic() + 60
+        while len(seen) < 9 and time.monotonic() < deadline:
+            for number, process in enumerate(processes):
+                for child in psutil.Process(process.pid).children(recursive=True):
+                    with suppress(psutil.Error, OSError):
+                        lines = Path(f"/proc/{child.pid}/cgroup").read_text()
+                        score = Path(f"/proc/{child.pid}/oom_score_adj").read_text()
+                        seen[child.pid] = (number, int(score), child.uids().real, "attnres-sandbox-" in lines)
+        return "passed"
+
+    monkeypatch.setattr(sandbox, "wait_for_verdict", look)
+    forks = "import os, time\nfor _ in range(5):\n    if os.fork() == 0: time.sleep(60)\ntime.sleep(60)"
+    run_program(forks, "assert True")
+    # The first process and its child for program and judge, and what the program has started
+    assert len(seen) == 9 and all(score == 1000 for _, score, _, _ in seen.values())
+    if sandbox.users():
+        by_sandbox = [{user for n, _, user, _ in seen.values() if n == number and user} for number in (0, 1)]
+        assert [len(users) for users in by_sandbox] == [1, 1] and not by_sandbox[0] & by_sandbox[1]
+    group = sandbox.make_group()
+    sandbox.remove_group(group)
+    assert group is None or all(inside for _, _, _, inside in seen.values()) and not group.exists()
 
 
 @pytest.mark.slow
@@ -446,8 +501,8 @@ def test_a_weak_wall_is_not_used(change, reason, tmp_path, monkeypatch):
     finally:
         reason_against.cache_clear()
         # What a trial leaves without numbers of its own counts against the user's number of processes until it is gone
-        deadline, user = time.monotonic() + 60, Wall("unshare").user
-        while user is not None and any(user in (p.info["uids"] or ()) for p in psutil.process_iter(["uids"])):
+        deadline = time.monotonic() + 60
+        while running_programs():
             assert time.monotonic() < deadline
             time.sleep(0.1)
 

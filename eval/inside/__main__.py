@@ -4,6 +4,7 @@
 It is process 1 of its namespace of processes: when it ends, the kernel kills everything that was started in there.
 """
 
+import contextlib
 import ctypes
 import json
 import os
@@ -13,13 +14,20 @@ import signal
 import sys
 
 
-FOLDERS = {"/tmp": "size=64m,mode=1777", "/dev": "size=64k,mode=755", "/dev/shm": "size=16m,mode=1777"}
+# Names, links and attributes of files are memory too, and count as inodes
+INODES = 4096
+FOLDERS = {
+    "/tmp": f"size=64m,nr_inodes={INODES},mode=1777",
+    "/dev": "size=64k,nr_inodes=64,mode=755",
+    "/dev/shm": "size=16m,nr_inodes=256,mode=1777",
+}
 DEVICES = ("null", "zero", "full", "random", "urandom")
 
 CPU_SECONDS = 20
 MEMORY_BYTES = 1 << 30
 FILE_BYTES = 1 << 24
-OPEN_FILES = 128
+OPEN_FILES = 64  # sockets keep up to 416 KB in the kernel for each two of them
+PENDING_SIGNALS = 256
 TASKS = 48  # processes and threads
 
 libc = ctypes.CDLL(None, use_errno=True)
@@ -80,6 +88,13 @@ def build_root(read_only: list[list[str]], hidden: list[str]):
     succeed(libc.sethostname(b"sandbox", 7), "name the machine")
 
 
+def limit_files():
+    """In the folders that bubblewrap has made, which knows no such limit."""
+    remount = 1 << 5
+    for path in ("/tmp", "/dev/shm"):
+        mount("tmpfs", path, None, remount | NO_SETUID | NO_DEVICES, FOLDERS[path].rsplit(",", 1)[0])
+
+
 # --- what a process may do
 
 
@@ -101,12 +116,14 @@ def limit_resources():
         (resource.RLIMIT_NOFILE, OPEN_FILES),
         (resource.RLIMIT_NPROC, TASKS),
         (resource.RLIMIT_MEMLOCK, 1 << 16),
+        (resource.RLIMIT_SIGPENDING, PENDING_SIGNALS),
         (resource.RLIMIT_CORE, 0),
     ):
         resource.setrlimit(what, (most, most))
 
 
-# What no program of a benchmark needs and what has led out of sandboxes, or keeps memory that no limit counts
+# What no program of a benchmark needs and what has led out of sandboxes, or keeps memory that no limit counts, such as
+# attributes, watches and locks of files, sockets and what is sent with them
 FORBIDDEN = (
     *("unshare", "setns", "mount", "umount2", "pivot_root", "chroot", "fsopen", "fsconfig", "fsmount", "fspick"),
     *("move_mount", "open_tree", "open_by_handle_at", "name_to_handle_at", "mknod", "mknodat"),
@@ -116,12 +133,19 @@ FORBIDDEN = (
     *("swapon", "swapoff", "quotactl", "settimeofday", "clock_settime", "adjtimex", "clock_adjtime"),
     *("memfd_create", "shmget", "shmat", "msgget", "semget", "mq_open", "fanotify_init", "vhangup", "personality"),
     *("mbind", "set_mempolicy", "migrate_pages", "move_pages", "sethostname", "setdomainname"),
+    *("setxattr", "lsetxattr", "fsetxattr", "inotify_init", "inotify_init1", "flock", "execve", "execveat", "seccomp"),
+    *("socket", "setsockopt", "sendmsg", "sendmmsg"),
 )
+# Newer calls, whose numbers are the same on all machines, such as `statmount`, `listmount` and `setxattrat`. Libraries
+# fall back to older ones
+NEWER_CALLS = range(441, 512)
+LOCKS = (6, 7, 37, 38, 1024, 1026)  # F_SETLK, F_SETLKW and those of open files, F_SETLEASE, F_NOTIFY
+SET_FILTER = 22  # PR_SET_SECCOMP
 NAMESPACE_FLAGS = (0x20000, 0x2000000, 0x4000000, 0x8000000, 0x10000000, 0x20000000, 0x40000000)
 TERMINAL_REQUESTS = (0x5412, 0x541C, 0x5423)  # TIOCSTI, TIOCLINUX, TIOCSETD
-SOCKET_FAMILIES = (1, 2, 10)  # local, IPv4, IPv6
+LOCAL, STREAM = 1, 1  # AF_UNIX, SOCK_STREAM: the pair that asyncio wakes itself up with
 EPERM, ENOSYS = 1, 38
-EQUAL, GREATER, MASKED_EQUAL = 4, 6, 7
+NOT_EQUAL, MASKED_EQUAL = 1, 7
 
 
 class Comparison(ctypes.Structure):
@@ -139,8 +163,8 @@ def filter_calls():
     library.seccomp_load.argtypes = [ctypes.c_void_p]
     calls = library.seccomp_init(0x7FFF0000)  # everything else is allowed
 
-    def forbid(name: str, *comparisons: Comparison, error: int = EPERM):
-        number = library.seccomp_syscall_resolve_name(name.encode())
+    def forbid(name: str | int, *comparisons: Comparison, error: int = EPERM):
+        number = name if isinstance(name, int) else library.seccomp_syscall_resolve_name(name.encode())
         if number == -1:
             raise OSError(f"libseccomp is older than 2.5: it does not know `{name}`")
         array = (Comparison * len(comparisons))(*comparisons)
@@ -155,16 +179,29 @@ def filter_calls():
         forbid("clone", Comparison(0, MASKED_EQUAL, flag, flag))
     for call in TERMINAL_REQUESTS:
         forbid("ioctl", Comparison(1, MASKED_EQUAL, 0xFFFFFFFF, call))
-    for family in range(max(SOCKET_FAMILIES)):
-        if family not in SOCKET_FAMILIES:
-            forbid("socket", Comparison(0, EQUAL, family))
-    forbid("socket", Comparison(0, GREATER, max(SOCKET_FAMILIES)))
+    for command in LOCKS:
+        forbid("fcntl", Comparison(1, MASKED_EQUAL, 0xFFFFFFFF, command))
+    forbid("prctl", Comparison(0, MASKED_EQUAL, 0xFFFFFFFF, SET_FILTER))
+    forbid("socketpair", Comparison(0, NOT_EQUAL, LOCAL))
+    for kind in range(16):
+        if kind != STREAM:
+            forbid("socketpair", Comparison(1, MASKED_EQUAL, 0xF, kind))
+    for number in NEWER_CALLS:
+        forbid(number, error=ENOSYS)
     result = library.seccomp_load(calls)
     if result < 0:
         raise OSError(-result, f"{os.strerror(-result)} (seccomp)")
 
 
 # --- the trial
+
+
+def reaches_network() -> bool:
+    """Whether there is more than an empty network, asked before sockets are forbidden as well."""
+    import socket
+
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outside:
+        return outside.connect_ex(("192.0.2.1", 9)) == 0  # an address of documentation
 
 
 def weaknesses() -> list[str]:
@@ -188,14 +225,22 @@ def weaknesses() -> list[str]:
     must_fail("see passwords", os.stat, "/etc/passwd")
     must_fail("become root", os.setresuid, 4242, 4242, 4242)
     must_fail("make devices", os.mknod, "/tmp/device", 0o60600, os.makedev(8, 0))
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as outside:
-        must_fail("reach a network", outside.connect, ("192.0.2.1", 9))  # an address of documentation
-    must_fail("use other networks", socket.socket, socket.AF_NETLINK, socket.SOCK_RAW)
+    for family, kind in ((socket.AF_INET, socket.SOCK_DGRAM), (socket.AF_NETLINK, socket.SOCK_RAW)):
+        must_fail("open sockets", socket.socket, family, kind)
     if os.getpid() > 10:
         found.append("see numbers of other processes")
     with open("/tmp/trial", "wb") as file:
         must_fail("write large files", os.truncate, file.fileno(), FILE_BYTES + 1)
-    os.unlink("/tmp/trial")
+        must_fail("keep attributes of files", os.setxattr, file.fileno(), "user.trial", b"x")
+    links = 0
+    with contextlib.suppress(OSError):
+        while links <= INODES:
+            os.link("/tmp/trial", f"/tmp/trial{links}")
+            links += 1
+    if links > INODES:
+        found.append("make any number of files")
+    for name in os.listdir("/tmp"):
+        os.unlink(f"/tmp/{name}")
     for call in (libc.unshare, libc.setns):
         if call(0x10000000, 0) == 0:
             found.append("make namespaces")
@@ -231,11 +276,14 @@ def main():
     options = json.loads(sys.argv[1])
     if options["build"] is not None:
         build_root(**options["build"])
+    else:
+        limit_files()
     with os.fdopen(options["text"], encoding="utf-8", errors="surrogatepass", newline="") as file:
         text = file.read()
     os.chdir("/tmp")
     if os.path.isdir("/packages"):
         sys.path.append("/packages")
+    network = options["role"] == "trial" and reaches_network()
     drop_rights(options["user"])
     limit_resources()
     filter_calls()
@@ -253,7 +301,8 @@ def main():
     elif role == "judge":
         judge.run(text, **arguments)
     else:
-        os.write(arguments["verdict"], ("\n".join(weaknesses()) or "none").encode())
+        found = ["reach a network"] * network + weaknesses()
+        os.write(arguments["verdict"], ("\n".join(found) or "none").encode())
     os._exit(0)
 
 
