@@ -54,7 +54,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call():
-    """transformers 5.24 loads adapters with PEFT 0.22 only, which a test with the newest release cannot always have."""
+    """transformers 5.24 loads adapters with PEFT 0.22 alone, which is not released yet."""
     try:
         return (yield)
     except (Exception, pytest.fail.Exception) as error:

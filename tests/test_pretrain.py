@@ -4,6 +4,7 @@
 import itertools
 import json
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -19,7 +20,7 @@ from datasets import Dataset, IterableDataset
 from family_tensor_parallel import difference
 from safetensors.torch import load_file
 from test_parallel import in_processes
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, __version__
 
 from attnres import AttnResForCausalLM
 from attnres.conversion.parity import read_sample
@@ -373,7 +374,7 @@ def decay(**kwargs):
         ({"pp_size": 2, "save_strategy": "best"}, "`save_strategy: best` is not possible with `pp_size`"),
         ({"pp_size": 2, "query_learning_rate": "auto"}, "is measured on a whole model"),
         ({"pp_size": 2, "model_config": {"model_type": "llama", "vocab_size": 400}}, "are for AttnRes models"),
-        ({"tp_size": 2, "model_config": MAMBA}, "`tp_size: 2` is not possible with base `mamba`: transformers has"),
+        ({"tp_size": 2, "model_config": MAMBA}, "`tp_size: 2` is not possible with base `mamba`: transformers .* has"),
         ({"tp_size": 2, "model_config": APERTUS}, "with base `apertus`: gradients over several processes are not"),
         ({"tp_size": 3}, "`tp_size: 3` does not divide `num_attention_heads` of the base, which is 4"),
         ({"pp_size": 0}, "`pp_size: 0` is not above 0"),
@@ -386,6 +387,16 @@ def test_what_does_not_go_together(folder, tmp_path, change, message):
     with pytest.raises(ValueError, match=message):
         pretrain(config)
     assert not (tmp_path / "out").exists()
+
+
+def test_tensor_parallelism_with_a_plan_of_a_newer_transformers_only(folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(LlamaConfig, "base_model_tp_plan", None)
+    monkeypatch.setattr(LlamaForCausalLM, "_tp_plan", None)
+    message = (
+        rf"`tp_size: 2` is not possible with base `llama`: transformers {re.escape(__version__)} has no plan for it"
+    )
+    with pytest.raises(ValueError, match=message):
+        pretrain(fields(folder, tmp_path / "out", tp_size=2))
 
 
 def test_fields_of_a_model_with_a_number_of_blocks():

@@ -21,6 +21,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, get_scheduler
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from .. import families
 from ..checkpoint import load_language_model
@@ -109,7 +110,11 @@ def count_stages(arguments: "PretrainArguments") -> int:
 def check_matrices(config: PreTrainedConfig, tp_size: int):
     """Raise a `ValueError` where tensor parallelism would train with wrong gradients, or is not known not to."""
     name = config.base_model_type
-    found = families.survey()["supported"].get(name, {}).get("tp_training", "transformers has no plan for it")
+    no_plan = f"transformers {transformers.__version__} has no plan for it"
+    found = families.survey()["supported"].get(name, {}).get("tp_training", no_plan)
+    base_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config.to_base_config())]
+    if isinstance(found, float) and not (config.base_model_tp_plan or base_class._tp_plan):  # of a newer version only
+        found = no_plan
     if not isinstance(found, float):
         raise ValueError(
             f"`tp_size: {tp_size}` is not possible with base `{name}`: {found}. Use `pp_size` and replicas."
