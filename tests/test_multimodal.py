@@ -444,7 +444,7 @@ def without_tensor(folder, ending):
 # What is done to a base or to its conversion, and what has to be said of it
 DAMAGED_BASES = {
     "no layers": (("text_config", "num_hidden_layers", 0), r"`num_hidden_layers` \(0\) must be equal to"),
-    "too many layers": (("text_config", "num_hidden_layers", 10**12), "`num_hidden_layers` .* must be equal to"),
+    "too many layers": (("text_config", "num_hidden_layers", 10**12), "`num_hidden_layers=.* must be at most 10,000"),
     "activation": (("text_config", "hidden_activation", "nothing"), "`hidden_activation='nothing'` must be one of"),
     "epsilon": (("text_config", "rms_norm_eps", -1.0), "`rms_norm_eps=-1.0` must be a number >= 0 and below 1"),
     "wider": (("text_config", "hidden_size", 64), "tensors are missing or have another shape"),
@@ -462,7 +462,10 @@ DAMAGED_CONVERSIONS = {
     "base is ours": (("base_model_type", "attnres_multimodal"), "is not supported"),
     "base is a number": (("base_model_type", 3), "`base_model_type=3` is not supported"),
     "fewer sublayers": (("text_config", "attn_res_block_size", 0), "`attn_res_block_size=0` must be"),
-    "text_config without reads": (("text_config", "num_hidden_layers", 2), "`num_hidden_layers` .* must be equal to"),
+    "text_config without reads": (
+        ("text_config", "num_hidden_layers", 2),
+        "`num_hidden_layers=.* must be at most 10,000",
+    ),
 }
 
 

@@ -277,7 +277,9 @@ def test_configs_that_transformers_refuses(kind, tmp_path, run_attnres, capsys):
 def test_a_language_model_without_a_model_of_it(tmp_path):
     """In one sentence, not in a list of all that transformers has."""
     MllamaConfig(text_config={"cross_attention_layers": [1]}).save_pretrained(tmp_path)
-    save_file({"language_model.model.embed_tokens.weight": torch.zeros(8, 8)}, tmp_path / "model.safetensors")
+    names = ("embed_tokens", "layers.39.mlp.up_proj")
+    tensors = {f"language_model.model.{name}.weight": torch.zeros(8, 8) for name in names}
+    save_file(tensors, tmp_path / "model.safetensors")
     with pytest.raises(ValueError) as error:
         convert(tmp_path, tmp_path.with_name("out"))
     assert "not supported" in str(error.value) and len(str(error.value)) < 500

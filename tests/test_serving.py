@@ -21,6 +21,7 @@ from decoder_configs import decoder_config
 from family_survey import converted, native_model
 from tiny_models import convert, randomize_queries, tiny_base_model
 from transformers import AutoTokenizer
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
 
 from attnres.benchmarks.serving import Request, Server, compare, make_requests, send_all, table_of
@@ -42,7 +43,8 @@ def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("serving")
     tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
     tokenizer.chat_template = TEMPLATE
-    base = tiny_base_model("qwen3", vocab_size=len(tokenizer), max_position_embeddings=8192)
+    # Not a type for which transformers parses tool calls, as the template is not that of such a model
+    base = tiny_base_model("llama", vocab_size=len(tokenizer), max_position_embeddings=8192)
     for name, model in (("base", base), ("attnres", randomize_queries(convert(base, 3)))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
@@ -365,7 +367,11 @@ REFUSED_HEADS = (
     *("gemma4_text", "gemma4_unified_text", "hy_v4", "llama4_text", "modernbert-decoder", "roberta-prelayernorm"),
     "xlm-roberta-xl",
 )
-SERVED = [name for name, measured in survey()["supported"].items() if measured["engines"] and name not in HEADS]
+SERVED = [
+    name
+    for name, measured in survey()["supported"].items()
+    if measured["engines"] and name not in HEADS and name in CONFIG_MAPPING  # some are of a newer transformers
+]
 
 
 @pytest.mark.parametrize("family", [*HEADS, *(pytest.param(name, marks=pytest.mark.slow) for name in SERVED)])
