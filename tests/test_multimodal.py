@@ -464,7 +464,7 @@ DAMAGED_CONVERSIONS = {
     "fewer sublayers": (("text_config", "attn_res_block_size", 0), "`attn_res_block_size=0` must be"),
     "text_config without reads": (
         ("text_config", "num_hidden_layers", 2),
-        "`num_hidden_layers=.* must be at most 10,000",
+        "`num_hidden_layers` .* must be equal to",
     ),
 }
 

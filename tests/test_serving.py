@@ -44,7 +44,7 @@ def folder(tmp_path_factory):
     tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
     tokenizer.chat_template = TEMPLATE
     # Not a type for which transformers parses tool calls, as the template is not that of such a model
-    base = tiny_base_model("llama", vocab_size=len(tokenizer), max_position_embeddings=8192)
+    base = tiny_base_model("phi3", vocab_size=len(tokenizer), max_position_embeddings=8192)
     for name, model in (("base", base), ("attnres", randomize_queries(convert(base, 3)))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
