@@ -71,7 +71,8 @@ A tiny checkpoint of each type with random weights went through the commands (`p
 B.json`), and through vLLM where the base has attention that engines can replace (`python tests/vllm_greedy.py --survey
 C.json`, vLLM 0.32.0 on a CPU, transformers 5.19, eager, fp32, random queries). Tensor parallelism is that of `attnres
 pretrain` in two processes (`python tests/family_tensor_parallel.py D.json`), where transformers has a plan for the
-base; `tp_size` is refused where it is not right.
+base; `tp_size` is refused where it is not right, be it in an older version: lfm2, lfm3, phimoe and seed_oss are right
+in 5.24 and not in 5.23.
 
 | column | what it says |
 |---|---|

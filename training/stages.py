@@ -112,9 +112,9 @@ def check_matrices(config: PreTrainedConfig, tp_size: int):
     name = config.base_model_type
     no_plan = f"transformers {transformers.__version__} has no plan for it"
     found = families.survey()["supported"].get(name, {}).get("tp_training", no_plan)
-    base_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config.to_base_config())]
-    if isinstance(found, float) and not (config.base_model_tp_plan or base_class._tp_plan):  # of a newer version only
-        found = no_plan
+    if isinstance(found, float) and not config.base_model_tp_plan:
+        base_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config.to_base_config())]
+        found = found if base_class._tp_plan else no_plan  # of a newer version only
     if not isinstance(found, float):
         raise ValueError(
             f"`tp_size: {tp_size}` is not possible with base `{name}`: {found}. Use `pp_size` and replicas."
