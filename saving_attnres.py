@@ -131,10 +131,13 @@ def depth_of_weights(names: Iterable[str], num_layers: int) -> int:
     Args:
         num_layers: of the model.
     """
-    parts: dict[int, set[tuple[str, str]]] = {}
+    groups: dict[str, dict[int, set[str]]] = {}
     for name in names:
         match = re.match(r"(.*?\.)(\d+)\.(.*)", name)
         if match is not None:
-            parts.setdefault(int(match[2]), set()).add((match[1], match[3]))
+            groups.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+    # Of several lists of layers that are long enough, those of an encoder of images lie deeper
+    fitting = [prefix for prefix, parts in groups.items() if num_layers - 1 in parts]
+    parts = groups[min(fitting, key=lambda prefix: prefix.count("."))] if fitting else {}
     known = set().union(*(found for number, found in parts.items() if number < num_layers))
     return max([num_layers, *(number + 1 for number, found in parts.items() if found <= known)])

@@ -193,13 +193,17 @@ GREEDY = {
 }
 
 
+# Their bases themselves generate other tokens without a cache
+OTHER_WITHOUT_CACHE = ("mistral_large4", "qwen3_omni_moe_thinker")
+
+
 def test_generation(model_type, converted):
     """With the caches of tokens and of blocks, and without either."""
     model = load(converted[1])
     randomize_queries(model)
     inputs = make_inputs(model_type)
     cached = model.generate(**inputs, **GREEDY)
-    if model_type != "mistral_large4":  # an index of keys, which chooses others without a cache: so does its base
+    if model_type not in OTHER_WITHOUT_CACHE:
         assert torch.equal(cached, model.generate(**inputs, **GREEDY, use_cache=False))
     attnres.set_backend("reference")
     try:
@@ -395,7 +399,8 @@ def test_probe_and_convert_say_the_same(model_type, tmp_path):
         save_dummy(AutoConfig.for_model(model_type), folder)
     reason = refusal(lambda: describe_probe(read_config(str(folder))))
     of_convert = refusal(convert, folder, tmp_path / "attnres", verify=False)
-    if reason is None and not has_weights:
+    # Checkpoints of shieldgemma2 are those of a classifier around the language model
+    if reason is None and (not has_weights or model_type == "shieldgemma2"):
         assert "is not a whole" in of_convert
     else:
         assert of_convert == reason

@@ -248,7 +248,7 @@ HOSTILE = {
     "report of nonsense": (
         lambda p: (p / "attnres/conversion_report.json").write_text('{"verification": 5, "versions": []}'),
         [CARD],
-        "conversion_report.json` is damaged: remove it",
+        "conversion_report.json` is damaged .*Remove it",
     ),
     "depth.json of nonsense": (
         lambda p: ((p / "attnres/depth").mkdir(), (p / "attnres/depth/depth.json").write_text('{"models": [5]}')),
