@@ -6,7 +6,6 @@
 What is compared, and how, was written down first: benchmarks/long_retrofit/protocol.md.
 """
 
-import json
 import shutil
 import time
 from dataclasses import asdict
@@ -15,15 +14,13 @@ from typing import Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import get_last_checkpoint
 
-from attnres.benchmarks.read_study import TUNING_SEED, Run, read_runs
-from attnres.benchmarks.retrofit_study import METRICS, QUERY_RATE, judge, prepare
+from attnres.benchmarks.read_study import TUNING_SEED, Run
+from attnres.benchmarks.retrofit_study import QUERY_RATE, judge, prepare, train_missing
 from attnres.benchmarks.sweep import next_rate
 from attnres.benchmarks.twin import machine
-from attnres.outputs import write_file
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
 
 
@@ -34,7 +31,6 @@ SEEDS, GRID = range(3), (3e-5, 9e-5, 2.7e-4)
 NOISE = 0.01
 # By arm, the folder of `prepare` that holds its model
 ARMS = {"prenorm": "base", "prenorm_longer": "base", "replaced": "attnres"}
-console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
@@ -66,7 +62,7 @@ def next_run(found: dict[Run, dict[str, Any]]) -> Run | None:
 
 def train(run: Run, work: Path) -> dict[str, Any]:
     """Train one run, from its last checkpoint if it was interrupted; its figures."""
-    rows, output = torch.load(work / "rows.pt"), work / "training" / run.name
+    start, rows, output = time.time(), torch.load(work / "rows.pt"), work / "training" / run.name
     model = AutoModelForCausalLM.from_pretrained(work / ARMS[run.arm], dtype=torch.float32)
     order = torch.randperm(len(rows["train"]), generator=torch.Generator().manual_seed(run.seed))
 
@@ -112,6 +108,7 @@ def train(run: Run, work: Path) -> dict[str, Any]:
         **judge(model, rows, only_tuning=is_tuning),
         "train_loss": {entry["step"]: entry["loss"] for entry in log if "loss" in entry},
         "curves": curves,
+        "seconds": time.time() - start,  # since it was last resumed
         "machine": machine("cpu"),
     }
     shutil.rmtree(output)
@@ -126,12 +123,7 @@ def run_all(
     """Train every run that has no result yet, on one thread."""
     torch.set_num_threads(1)
     prepare(work, results)
-    while run := next_run(read_runs(results)):
-        start = time.time()
-        result = train(run, work)
-        write_file(results / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
-        figures = ", ".join(f"{name} {result[name]:.4f}" for name in ("tuning", *METRICS) if name in result)
-        console.print(f"{run.name}: {figures}, {time.time() - start:.0f} s", highlight=False)
+    train_missing(next_run, train, work, results)
 
 
 @app.callback()

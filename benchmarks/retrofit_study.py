@@ -15,6 +15,7 @@ import shutil
 import statistics
 import time
 import zlib
+from collections.abc import Callable
 from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
@@ -260,6 +261,20 @@ def train(run: Run, work: Path, save_to: Path | None = None) -> dict[str, Any]:
     }
 
 
+def train_missing(
+    next_run: Callable[[dict[Run, dict[str, Any]]], Run | None],
+    train: Callable[[Run, Path], dict[str, Any]],
+    work: Path,
+    results: Path,
+):
+    """Train run after run, and keep the figures of each, until `next_run` finds that none is missing."""
+    while run := next_run(read_runs(results)):
+        result = train(run, work)
+        write_file(results / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
+        figures = ", ".join(f"{name} {result[name]:.4f}" for name in ("tuning", *METRICS) if name in result)
+        console.print(f"{run.name}: {figures}, {result['seconds']:.0f} s", highlight=False)
+
+
 @app.command("run")
 def run_all(
     work: Annotated[Path, typer.Option(help="Folder for models and windows.")] = Path("retrofit-work"),
@@ -268,11 +283,7 @@ def run_all(
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
     prepare(work, results)
-    while run := next_run(read_runs(results)):
-        result = train(run, work)
-        write_file(results / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
-        figures = ", ".join(f"{name} {result[name]:.4f}" for name in ("tuning", *METRICS) if name in result)
-        console.print(f"{run.name}: {figures}, {result['seconds']:.0f} s", highlight=False)
+    train_missing(next_run, train, work, results)
     console.print(f"All runs are in {results}/runs; `python benchmarks/retrofit_study.py report` makes the table.")
 
 
