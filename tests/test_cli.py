@@ -106,8 +106,10 @@ def test_the_same_words_for_the_same_things():
 
 def test_colours_and_json_in_a_pipe(tmp_path):
     """In a process of its own: what libraries say when they are imported is not on stdout either."""
+    (tmp_path / "peft.py").touch()  # whose import takes ten seconds
     command = [sys.executable, "-m", "attnres", "env", "--json"]
-    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    result = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     found = json.loads(result.stdout)
     assert are_documented(found, "env") and {"torch", "transformers"} <= found["packages"].keys()
@@ -131,7 +133,11 @@ def run_env_with(tmp_path, *options, **packages):
 def test_environment_without_transformers_that_can_be_imported(tmp_path):
     """The very case that the command is for."""
     error = "tokenizers>=99 is required,\\nbut 0.23 was found"
-    broken = {"transformers": f"raise ImportError('{error}')", "datasets": "import sys; sys.exit('no arrow')"}
+    broken = {
+        "transformers": f"raise ImportError('{error}')",
+        "datasets": "import sys; sys.exit('no arrow')",
+        "peft": "",
+    }
     rows = run_env_with(tmp_path, **broken).splitlines()
     reason = "cannot be imported: ImportError: tokenizers>=99 is required, but 0.23 was found"
     assert re.fullmatch(rf"transformers [\w.+]+, {reason}", rows[1])

@@ -67,7 +67,7 @@ def test_every_tensor_of_the_real_size(model_type, monkeypatch):
     additions = SUPPORTED[model_type]["additions"]
     if len(additions) == 1 and base_config.num_hidden_layers > 16:  # all layers alike, and a probe of many takes long
         monkeypatch.setattr(depth_probe, "probe_sublayers", lambda config: additions * config.num_hidden_layers)
-    config = AttnResConfig.from_base_config(base_config, num_blocks=8, attn_res_scale_norm_eps=True)
+    config = AttnResConfig.from_base_config(base_config, num_blocks=4, attn_res_scale_norm_eps=True)
     with torch.device("meta"):
         base, model = (AutoModelForCausalLM.from_config(c) for c in (base_config, config))
     expected = {name: tensor.shape for name, tensor in base.state_dict().items()}

@@ -220,7 +220,7 @@ def test_interrupted(folder, tmp_path, moment):
     assert said == ["Interrupted. Run the same command again, and it goes on."]
     assert not (tmp_path / "out/final").exists()
     if moment == "saving":
-        assert (tmp_path / "out/checkpoint-1").exists()  # not whole
+        assert not (tmp_path / "out/checkpoint-1").exists()  # not whole, and so not left
         assert finetune(config).history[-1]["step"] == 30
 
 

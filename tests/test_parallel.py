@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification, depth_probe
 from attnres.depth_attention import BlockCache
@@ -581,7 +582,7 @@ def one_process():
     torch.set_default_dtype(torch.float32)
 
 
-SUPPORTED = list(json.loads(RECORD.read_text())["supported"])
+SUPPORTED = [name for name in json.loads(RECORD.read_text())["supported"] if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES]
 # What their layers are given besides the stream, or what else is between the embedding and them
 NOT_IN_SLICES = {
     "cpmant": "`attention_mask`",

@@ -224,11 +224,8 @@ def test_two_clients_with_one_name(guarded):
     assert numbers[0] < numbers[1]
 
 
-@pytest.mark.parametrize(
-    "options",
-    [[], pytest.param(["--continuous-batching", "--cb-num-blocks", "64"], marks=pytest.mark.slow)],
-    ids=["alone", "batched"],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [[], ["--continuous-batching", "--cb-num-blocks", "64"]], ids=["alone", "batched"])
 def test_hung_up_and_ended(folder, options):
     """Nobody's answer is computed on, a stalled connection is ended, and SIGTERM does not wait for long answers."""
     long = {"prompt": "Once", "max_tokens": 8000, "temperature": 0, "generation_config": '{"min_new_tokens": 7000}'}
@@ -261,6 +258,7 @@ def cpu_seconds(server):
     return times.user + times.system
 
 
+@pytest.mark.slow
 def test_ends_when_its_worker_is_dead(folder):
     """Here for want of memory for its cache, which is what kills it most easily."""
     options = ["--continuous-batching", "--device", "cpu", "--cb-max-memory-percent", "0.0000001"]
