@@ -35,7 +35,7 @@ STUDIES := study.py read_study.py weights_study.py retrofit_study.py recipe_stud
 # As transformers' own tests are run, and without the settings of ours
 SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVERSION=true OMP_NUM_THREADS=1 \
 	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE) READ="$(READ)"
-VERSION_TESTS := $(addprefix tests/test_,conversion.py families.py generation.py interchange.py loading.py \
+VERSION_TESTS := $(addprefix tests/test_,conversion.py base/families.py generation.py interchange.py loading.py \
 	multimodal.py readme.py)
 # What transformers 5.16 does not have, or cannot do with the base itself
 LEFT_OUT-5.16 := -k "not kimi_linear and not test_bases_do_not_touch_each_other and not assistant_early_exit \
@@ -56,13 +56,13 @@ test-all: $(VENV)/installed-real
 
 # In half an hour; interrupted, it goes on
 real: $(VENV)/installed-real
-	$(BIN)/python benchmarks/real.py run attnres-real
+	$(BIN)/python studies/real_model/run.py run attnres-real
 
 studies-report: $(VENV)/installed
 	for study in $(STUDIES); do $(BIN)/python benchmarks/$$study report || exit; done
-	$(BIN)/python benchmarks/ablation_table.py
-	$(BIN)/attnres scaling fit -o benchmarks/scaling/results
-	$(BIN)/attnres scaling plot -o benchmarks/scaling/results
+	$(BIN)/python studies/reads/ablation_table.py
+	$(BIN)/attnres scaling fit -o studies/scaling/results
+	$(BIN)/attnres scaling plot -o studies/scaling/results
 
 test-transformers: $(VENV)/installed-suite
 	@test -f "$(TRANSFORMERS)/tests/causal_lm_tester.py" || \
@@ -87,8 +87,8 @@ test-newest:
 
 # A dense model, and one with experts in two pipeline stages
 test-serving: $(VENV)-vllm/installed
-	$(VENV)-vllm/bin/python tests/vllm_greedy.py llama --modes eager
-	$(VENV)-vllm/bin/python tests/vllm_greedy.py qwen3_moe --modes compiled --pipeline-parallel 2 --without-base
+	$(VENV)-vllm/bin/python tests/tools/vllm_greedy.py llama --modes eager
+	$(VENV)-vllm/bin/python tests/tools/vllm_greedy.py qwen3_moe --modes compiled --pipeline-parallel 2 --without-base
 
 lint: $(VENV)/installed-dev
 	$(BIN)/ruff check .

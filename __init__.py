@@ -9,7 +9,7 @@ import os
 import sys
 import warnings
 
-from .library_lookups import after_import, register_lookups
+from .base.library_lookups import after_import, register_lookups
 
 
 __version__ = "0.2.0"
@@ -57,7 +57,7 @@ def _warn_of_files_of_others():
         return
     others = sorted({*os.listdir(folder)} - ours - {"__pycache__"})
     if others:
-        from .installation import mixed_up
+        from .utils.installation import mixed_up
 
         found = f"`{'`, `'.join(others[:5])}`{' and others' if others[5:] else ''} came with something else"
         warnings.warn(mixed_up(folder, found), RuntimeWarning, stacklevel=3)
@@ -90,7 +90,7 @@ def _register_models(auto_module):
 
 
 def _register_with_liger(monkey_patch):
-    from attnres.liger import apply_liger_kernel_to_attnres
+    from attnres.base.liger import apply_liger_kernel_to_attnres
 
     monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.setdefault("attnres", apply_liger_kernel_to_attnres)
 

@@ -27,7 +27,7 @@ def refuse_another_package():
     import attnres
 
     if "AttnResConfig" not in getattr(attnres, "__all__", ()):
-        from .installation import mixed_up
+        from .utils.installation import mixed_up
 
         folder = os.path.dirname(os.path.abspath(__file__))
         print(f"Error: {mixed_up(folder, 'its `__init__.py` is of something else')}", file=sys.stderr)

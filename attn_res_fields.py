@@ -8,7 +8,7 @@ from typing import Any
 
 from transformers.configuration_utils import PreTrainedConfig
 
-from .base_config import check_base_model_type
+from .base.config import check_base_model_type
 
 
 # What reads over depth may be like; the first is the paper's own. New ones go to the end, and none is taken out: files

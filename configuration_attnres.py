@@ -10,20 +10,7 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import auto_docstring
 
 from .attn_res_fields import READS, check_fields_first, check_read, is_count
-from .base_config import (
-    MIRRORED_ATTRIBUTES,
-    adopt_base_dict,
-    base_config_class,
-    base_keywords,
-    check_base_model_type,
-    check_known,
-    copy_private,
-    is_known,
-    is_public_or_field,
-    per_layer,
-    rename_architectures,
-    type_with_article,
-)
+from .base.config import MIRRORED_ATTRIBUTES, adopt_base_dict, base_config_class, base_keywords, check_base_model_type, check_known, copy_private, is_known, is_public_or_field, per_layer, rename_architectures, type_with_article
 
 
 @auto_docstring(checkpoint="attnres")
@@ -153,7 +140,7 @@ class AttnResConfig(PreTrainedConfig):
             ValueError: if the base does more to its residual stream than to add to it and to read it.
         """
         if self.attn_res_sublayers is None or len(self.attn_res_sublayers) != self.num_hidden_layers:
-            from .depth_probe import probe_sublayers
+            from .base.probe import probe_sublayers
 
             self.attn_res_sublayers = probe_sublayers(self.to_base_config())
         return self.attn_res_sublayers
@@ -178,7 +165,7 @@ class AttnResConfig(PreTrainedConfig):
         Raises:
             ValueError: for an unsupported base, or if both or impossible numbers are given.
         """
-        from .depth_probe import probe_sublayers
+        from .base.probe import probe_sublayers
 
         if not isinstance(base_config, PreTrainedConfig):
             raise ValueError(

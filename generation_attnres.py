@@ -11,7 +11,7 @@ import torch
 from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.utils import logging
 
-from .depth_forward import depth_output_class
+from .base.forward import depth_output_class
 
 
 logger = logging.get_logger(__name__)

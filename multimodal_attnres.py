@@ -22,9 +22,9 @@ from transformers.models.auto.modeling_auto import (
     AutoModelForMultimodalLM,
 )
 
-from .base_classes import class_by_name
+from .base.classes import class_by_name
 from .configuration_attnres import AttnResConfig
-from .depth_probe import RefusedBase
+from .base.probe import RefusedBase
 from .generation_attnres import AttnResGenerationMixin
 from .modeling_attnres import AttnResModel, AttnResPreTrainedModel
 

@@ -6,8 +6,8 @@ from collections.abc import Iterable
 
 from transformers.modeling_utils import PreTrainedModel
 
-from .depth_probe import decoder_layers
-from .depth_queries import AttnResDepthQueries
+from .base.probe import decoder_layers
+from .depth.queries import AttnResDepthQueries
 
 
 # What a checkpoint that carries its code (`register_for_auto_class`) tells the Auto classes
@@ -69,7 +69,7 @@ class AttnResSavingMixin:
         if model_class.is_remote_code():
             return super().push_to_hub(repo_id, **kwargs)
         try:
-            from attnres.model_cards import push_card_if_missing
+            from attnres.model_cards.card import push_card_if_missing
         except ImportError:  # this code has come with a checkpoint, and the package is not installed
             pass
         else:

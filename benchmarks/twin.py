@@ -41,10 +41,10 @@ from transformers import (  # noqa: E402
 from transformers.cache_utils import DynamicLayer  # noqa: E402
 
 from ..configuration_attnres import AttnResConfig  # noqa: E402
-from ..depth_queries import AttnResDepthQueries
-from ..depth_reads import Read
-from ..outputs import write_figure, write_file
-from ..runtime import is_dtype
+from ..depth.queries import AttnResDepthQueries
+from ..depth.reads import Read
+from ..utils.files import write_figure, write_file
+from ..utils.devices import is_dtype
 
 
 SHAPES = {
@@ -135,7 +135,7 @@ def load_twin(checkpoint: str, dtype: torch.dtype, device: str) -> torch.nn.Modu
     Raises:
         ValueError, OSError: for what is no checkpoint of a language model.
     """
-    from ..checkpoint import load_language_model, open_checkpoint
+    from ..checkpoints.checkpoint import load_language_model, open_checkpoint
 
     opened = open_checkpoint(checkpoint, follow_links=True)
     if opened.is_multimodal or not opened.has_lm_head:

@@ -7,10 +7,10 @@
 - `parity.py`: `verify`, the same function or not; `running.py`: the models run for it
 """
 
-from ..checkpoint import Checkpoint, open_checkpoint
-from ..reports import ConversionReport, Parity, VerificationReport
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.reports import ConversionReport, Parity, VerificationReport
 from .converter import convert, revert
-from .interchange import export_checkpoint, import_checkpoint
+from .exchange import export_checkpoint, import_checkpoint
 from .parity import verify
 
 

@@ -8,20 +8,16 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from ..base_config import check_base_model_type, rename_architectures
-from ..checkpoint import QUERY_NAMES, ZERO_AT_FIRST, Checkpoint
+from ..base.config import check_base_model_type, rename_architectures
+from ..checkpoints.checkpoint import QUERY_NAMES, ZERO_AT_FIRST, Checkpoint
 from ..configuration_attnres import AttnResConfig
-from ..depth_probe import probe_sublayers, refuse_by_config
-from ..model_cards import PIPELINE_TAGS
-from ..modeling_attnres import (
-    AttnResForQuestionAnswering,
-    AttnResForSequenceClassification,
-    AttnResForTokenClassification,
-)
+from ..base.probe import probe_sublayers, refuse_by_config
+from ..model_cards.card import PIPELINE_TAGS
+from ..modeling_attnres import AttnResForQuestionAnswering, AttnResForSequenceClassification, AttnResForTokenClassification
 from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig, is_multimodal
 from ..multimodal_attnres import config_class_of as multimodal_config_class
 from ..saving_attnres import depth_of_weights
-from ..untrusted import in_one_line
+from ..utils.untrusted import in_one_line
 from .running import quiet_loading
 
 

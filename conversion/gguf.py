@@ -19,10 +19,10 @@ from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_gguf_available, quantization_config
 
-from ..checkpoint import Checkpoint, open_checkpoint
-from ..reports import SourceWeights
-from ..sources import hub_can_be_reached, hub_errors_explained, local_folder
-from ..untrusted import check_inside
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.reports import SourceWeights
+from ..checkpoints.location import hub_can_be_reached, hub_errors_explained, local_folder
+from ..utils.untrusted import check_inside
 from .running import quiet_loading
 
 

@@ -24,9 +24,9 @@ import torch
 from huggingface_hub.utils import tqdm
 from safetensors import safe_open
 
-from ..checkpoint import Checkpoint, open_checkpoint
-from ..reports import Parity, VerificationReport
-from ..runtime import reason_against_device
+from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
+from ..checkpoints.reports import Parity, VerificationReport
+from ..utils.devices import reason_against_device
 from .running import loaded, model_errors_explained, norm_inputs_moved_by_one_ulp, norm_outputs, quiet_loading, run
 
 

@@ -13,8 +13,8 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..checkpoint import Checkpoint
-from ..untrusted import in_one_line
+from ..checkpoints.checkpoint import Checkpoint
+from ..utils.untrusted import in_one_line
 
 
 @contextlib.contextmanager

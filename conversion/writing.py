@@ -14,20 +14,13 @@ import transformers
 from transformers import AutoProcessor, PreTrainedConfig
 
 from .. import __version__
-from ..checkpoint import (
-    BASE_CONFIG_NAME,
-    REPORT_NAMES,
-    Checkpoint,
-    load_tokenizer,
-    open_checkpoint,
-    refuse_links_out,
-)
+from ..checkpoints.checkpoint import BASE_CONFIG_NAME, REPORT_NAMES, Checkpoint, load_tokenizer, open_checkpoint, refuse_links_out
 from ..configuration_attnres import AttnResConfig
-from ..depth_reads import Read
-from ..model_cards import CODE_FILES, code_files, inherited_metadata, weights_of, write_model_card
-from ..reports import ConversionReport, SourceWeights
+from ..depth.reads import Read
+from ..model_cards.card import CODE_FILES, code_files, inherited_metadata, weights_of, write_model_card
+from ..checkpoints.reports import ConversionReport, SourceWeights
 from .checks import check_tensors, depth_config, is_attnres
-from .files import atomic_folder, copy_companions, write_weights
+from .weights import atomic_folder, copy_companions, write_weights
 from .parity import check_device, check_finite_weights, compare_with, read_sample, read_windows, run_reference
 from .running import quiet_loading
 

@@ -11,8 +11,8 @@ from typing import Any
 from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
-from ..untrusted import parse_yaml
-from . import cruxeval
+from ..utils.untrusted import parse_yaml
+from .sandbox import cruxeval
 from .code_answers import NotForChat, take_programs_from_chat
 from .models import EvalOptions
 

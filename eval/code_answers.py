@@ -20,7 +20,7 @@ from typing import Any
 import lm_eval
 from lm_eval.filters import build_filter_ensemble
 
-from .inside.names import bound_names, names_under_test
+from .sandbox.inside.names import bound_names, names_under_test
 
 
 FENCE = re.compile(r"```[^\n`]*\n(.*?)(?:```|\Z)", re.DOTALL)

@@ -12,11 +12,11 @@ from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 
-from ..checkpoint import check_adapter, check_shapes, load_tokenizer
-from ..fingerprint import checkpoint_fingerprint
-from ..rows import template_time_limit
-from ..sources import hub_commit, read_config_dict
-from ..untrusted import check_folder, stranger_errors_explained
+from ..checkpoints.checkpoint import check_adapter, check_shapes, load_tokenizer
+from ..checkpoints.fingerprint import checkpoint_fingerprint
+from ..data.rows import template_time_limit
+from ..checkpoints.location import hub_commit, read_config_dict
+from ..utils.untrusted import check_folder, stranger_errors_explained
 
 
 @dataclass(frozen=True)

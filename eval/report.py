@@ -27,9 +27,9 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from ..markup import escaped, figure_text, sentence
-from ..outputs import COLOURS, write_figure, write_file
-from ..untrusted import parse_json, read_inside
+from ..utils.markup import escaped, figure_text, sentence
+from ..utils.files import COLOURS, write_figure, write_file
+from ..utils.untrusted import parse_json, read_inside
 from .benchmarks import Benchmark
 from .models import EvalModel, EvalOptions
 from .saved import Finished, ModelResults, output_folder, set_aside

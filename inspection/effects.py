@@ -5,8 +5,8 @@ import torch
 from rich.progress import track
 from torch import nn
 
-from ..depth_probe import probe_sublayers
-from ..depth_stream import DepthRecorder
+from ..base.probe import probe_sublayers
+from ..depth.stream import DepthRecorder
 from .measure import evaluation_mode, run_recorded, source_names
 
 

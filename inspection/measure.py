@@ -11,9 +11,9 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..configuration_attnres import AttnResConfig
-from ..depth_attention import mix_and_norm, num_sources
-from ..depth_probe import decoder_layers
-from ..depth_stream import DepthRecorder, DepthStream
+from ..depth.attention import mix_and_norm, num_sources
+from ..base.probe import decoder_layers
+from ..depth.stream import DepthRecorder, DepthStream
 
 
 SMALL = 0.01  # a weight below is as good as none
@@ -94,7 +94,7 @@ class DepthStatistics:
         sites: read by read, in the order of depth. A base whose attention and MLP share a read has none in between.
         excerpt: the beginning of the text, token by token; none if only means were taken.
         fingerprint, commit: of the checkpoint, a hash over a folder's files or the commit on the Hub, see
-            `attnres.fingerprint`; none of a model in memory.
+            `attnres.checkpoints.fingerprint`; none of a model in memory.
     """
 
     model: str

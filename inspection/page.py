@@ -7,7 +7,7 @@ from typing import Any
 
 from jinja2 import Environment
 
-from ..outputs import write_file
+from ..utils.files import write_file
 
 
 def write_page(results: dict[str, Any], path: Path):

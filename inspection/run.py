@@ -14,14 +14,14 @@ from torch import nn
 from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
-from ..checkpoint import load_config, load_language_model, load_tokenizer
+from ..checkpoints.checkpoint import load_config, load_language_model, load_tokenizer
 from ..configuration_attnres import AttnResConfig
 from ..conversion.parity import read_sample
-from ..fingerprint import checkpoint_fingerprint
-from ..outputs import check_writable, write_file
-from ..runtime import default_device, is_dtype, reason_against_device
-from ..sources import hub_commit
-from ..untrusted import check_folder
+from ..checkpoints.fingerprint import checkpoint_fingerprint
+from ..utils.files import check_writable, write_file
+from ..utils.devices import default_device, is_dtype, reason_against_device
+from ..checkpoints.location import hub_commit
+from ..utils.untrusted import check_folder
 from .effects import ablate, gradient_rms
 from .measure import DepthStatistics, check_is_attnres, measure, read_excerpt, source_names
 from .text import pieces, read_windows, tokens_of_dataset, tokens_of_text

@@ -8,7 +8,7 @@ from pathlib import Path
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from ..untrusted import in_one_line
+from ..utils.untrusted import in_one_line
 
 
 PIECE = 1 << 20  # characters of a file to tokenise at once
@@ -53,7 +53,7 @@ def tokens_of_dataset(
     Raises:
         ValueError: if it is not there, empty, or has columns of no such kind.
     """
-    from ..rows import load_rows, row_tokenizer
+    from ..data.rows import load_rows, row_tokenizer
 
     rows = iter(load_rows(dataset, config, split, streaming=True))
     try:

@@ -17,10 +17,10 @@ from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_s
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from attnres.configuration_attnres import AttnResConfig
-from attnres.conversion.files import hidden_folder
-from attnres.depth_pipeline import PassThrough, count_tensors
-from attnres.depth_probe import decoder_layers, probe_slices
-from attnres.depth_queries import AttnResDepthQueries
+from attnres.conversion.weights import hidden_folder
+from attnres.base.slices import PassThrough, count_tensors
+from attnres.base.probe import decoder_layers, probe_slices
+from attnres.depth.queries import AttnResDepthQueries
 from attnres.modeling_attnres import AttnResForCausalLM
 
 from .routing import StageRoute, route_blocks

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnres.depth_attention import norm_of
-from attnres.depth_stream import DepthStream
+from attnres.depth.attention import norm_of
+from attnres.depth.stream import DepthStream
 from attnres.modeling_attnres import AttnResModel, AttnResPreTrainedModel
 
 

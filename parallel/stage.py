@@ -7,8 +7,8 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from attnres.depth_pipeline import count_tensors
-from attnres.depth_stream import DepthStream
+from attnres.base.slices import count_tensors
+from attnres.depth.stream import DepthStream
 from attnres.modeling_attnres import AttnResForCausalLM
 
 from .routing import StageRoute

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from ..untrusted import check_folder
+from ..utils.untrusted import check_folder
 
 
 def serve_with_transformers(

@@ -11,9 +11,9 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM, Tra
 from vllm.model_executor.models.utils import PPMissingLayer, make_empty_intermediate_tensors_factory
 
 import attnres  # noqa: F401  registers the config and the classes in transformers
-from attnres.base_classes import DepthReader
-from attnres.depth_pipeline import count_tensors, stack_sources, stream_of_sources
-from attnres.depth_probe import decoder_layers, probe_slices
+from attnres.base.classes import DepthReader
+from attnres.base.slices import count_tensors, stack_sources, stream_of_sources
+from attnres.base.probe import decoder_layers, probe_slices
 from attnres.serving.logits import HeadOfBase
 
 

@@ -28,7 +28,7 @@ if not torch.cuda.is_available():  # read when Triton is imported
 from tiny_models import TINY, count_once
 from transformers import set_seed
 
-from attnres import depth_probe
+from attnres.base import probe as depth_probe
 from attnres.cli import main
 
 

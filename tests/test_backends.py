@@ -22,8 +22,8 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnres
-from attnres import depth_attention, depth_backends, depth_stream
-from attnres.base_classes import DepthReader, of_both
+from attnres.depth import attention as depth_attention, backends as depth_backends, stream as depth_stream
+from attnres.base.classes import DepthReader, of_both
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -175,7 +175,7 @@ def test_auto_leaves_tensors_without_memory_alone(as_on_a_gpu):
 
 def test_auto_without_triton(as_on_a_gpu, few_ids, monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "attnres.triton_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "attnres.depth.triton_kernels", raising=False)
     run(convert(tiny_base_model("qwen3"), 3), few_ids)
     assert not caplog.records
 
@@ -661,7 +661,7 @@ def test_bad_backends(monkeypatch):
             attnres.set_backend("triton")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     monkeypatch.setitem(sys.modules, "triton", None)
-    monkeypatch.delitem(sys.modules, "attnres.triton_kernels", raising=False)
+    monkeypatch.delitem(sys.modules, "attnres.depth.triton_kernels", raising=False)
     with pytest.raises(ValueError, match="needs Triton: pip install triton"):
         attnres.set_backend("triton")
     assert attnres.get_backend() == "auto"

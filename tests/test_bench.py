@@ -15,8 +15,9 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
 from attnres import BlockCache
-from attnres.benchmarks import peers, twin
-from attnres.benchmarks.long_context import block_cache_bytes
+from studies.costs import peers
+from attnres.benchmarks import twin
+from studies.costs.long_context import block_cache_bytes
 from attnres.benchmarks.twin import SHAPES, TWIN, Case, load_twin, make_models, make_twin, report
 from attnres.cli import app
 

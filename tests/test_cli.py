@@ -20,7 +20,7 @@ from typer.main import get_command
 
 from attnres.cli import COMMANDS, app
 from attnres.conversion.parity import read_sample
-from attnres.demo import train_tokenizer
+from attnres.cli.demo import train_tokenizer
 
 
 PROGRAM = get_command(app)
@@ -210,7 +210,8 @@ def stand_in(result):
 
 def test_what_takes_long(base, tmp_path, monkeypatch, run_json, capsys):
     """Of training and measuring, JSON is on stdout alone, and what is printed meanwhile on stderr."""
-    from attnres import eval, inspection, training
+    from attnres.eval import evaluate as eval
+    from attnres import inspection, training
     from attnres.benchmarks import twin
 
     history = [{"step": 0, "eval_loss": 2.0}, {"step": 5, "eval_loss": 1.0}]
@@ -297,7 +298,7 @@ MISTYPED = [
 MISSING = {"inspect": "matplotlib", "finetune": "trl", "eval": "lm_eval", "bench": "matplotlib", "scaling": "scipy"}
 BEFORE_TORCH = """
 import importlib.util, json, sys
-import attnres.cli_checks
+import attnres.cli.checks
 from attnres.cli import main
 
 def run(arguments):
@@ -312,7 +313,7 @@ cases, missing = json.loads(sys.argv[1])
 for arguments in cases:
     run(arguments)
 for command, name in missing.items():
-    attnres.cli_checks.find_spec = lambda other: None if other == name else importlib.util.find_spec(other)
+    attnres.cli.checks.find_spec = lambda other: None if other == name else importlib.util.find_spec(other)
     run([command, *{"finetune": ["good.yaml"], "scaling": ["fit"], "bench": []}.get(command, ["base"])])
 """
 

@@ -11,11 +11,12 @@ import pytest
 from benchmark_data import SCHEMAS, Answerer, tasks_without_data, write_data_root
 from lm_eval.tasks import TaskManager
 
-import attnres.eval
-from attnres.eval import EvalOptions, evaluate, evaluation_environment
+import attnres.eval.evaluate
+from attnres.eval import EvalOptions, evaluate
+from attnres.eval.evaluate import evaluation_environment
 from attnres.eval.benchmarks import Benchmark, Unavailable, load_tasks
 from attnres.eval.code_answers import take_programs_from_chat
-from attnres.eval.cruxeval import program_and_tests
+from attnres.eval.sandbox.cruxeval import program_and_tests
 
 
 PROMPT = '''from typing import List

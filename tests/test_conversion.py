@@ -31,7 +31,7 @@ from typer.testing import CliRunner
 from attnres import AttnResForCausalLM
 from attnres.conversion import convert, open_checkpoint, revert, verify
 from attnres.conversion import parity as parity_module
-from attnres.demo import train_tokenizer
+from attnres.cli.demo import train_tokenizer
 
 
 @pytest.fixture(scope="module")
@@ -804,7 +804,7 @@ def test_killed_at_any_moment(tmp_path):
     model.save_pretrained(source, max_shard_size="20MB")
     before = contents(source)
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["attnres.conversion.interchange", "transformers.models.llama.modeling_llama"])
+    context.set_forkserver_preload(["attnres.conversion.exchange", "transformers.models.llama.modeling_llama"])
 
     def start(verify):
         process = context.Process(target=convert_in_a_process, args=(source, destination, verify))

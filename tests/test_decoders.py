@@ -20,10 +20,11 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.conversion_mapping import get_model_conversion_mapping
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from attnres import AttnResConfig, depth_probe
+from attnres import AttnResConfig
+from attnres.base import probe as depth_probe
 from attnres.conversion import convert
 from attnres.conversion.parity import read_sample
-from attnres.demo import train_tokenizer
+from attnres.cli.demo import train_tokenizer
 from attnres.inspection import inspect
 from attnres.training import finetune
 

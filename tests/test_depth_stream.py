@@ -17,11 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres import BlockCache, DepthRecorder, DepthStream
-from attnres.base_classes import DepthReader, of_both
-from attnres.depth_attention import depth_attention_reference
-from attnres.depth_pipeline import stack_sources
-from attnres.depth_reads import GeneralBlockCache, GeneralStream, Read
-from attnres.depth_stream import checkpoint_stream
+from attnres.base.classes import DepthReader, of_both
+from attnres.depth.attention import depth_attention_reference
+from attnres.base.slices import stack_sources
+from attnres.depth.reads import GeneralBlockCache, GeneralStream, Read
+from attnres.depth.stream import checkpoint_stream
 
 
 EPS = 1e-6

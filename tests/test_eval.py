@@ -24,8 +24,9 @@ from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM
 
 from attnres.conversion.parity import read_sample
-from attnres.demo import train_tokenizer
-from attnres.eval import EvalModel, EvalOptions, evaluate, evaluation_environment, load_suite
+from attnres.cli.demo import train_tokenizer
+from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite
+from attnres.eval.evaluate import evaluation_environment
 from attnres.eval.benchmarks import Benchmark, Unavailable, in_sandbox, load_tasks, task_manager
 from attnres.eval.harness import sample_record
 from attnres.eval.models import load_model
@@ -33,7 +34,7 @@ from attnres.eval.report import answer_warnings, rebuild
 from attnres.eval.sandbox import NoSandbox, Wall, reason_against
 from attnres.eval.saved import Finished, ModelResults
 from attnres.eval.statistics import bootstrap_interval, compare, holm, score
-from attnres.fingerprint import checkpoint_fingerprint
+from attnres.checkpoints.fingerprint import checkpoint_fingerprint
 
 
 @pytest.fixture(scope="module")
@@ -467,7 +468,7 @@ LM_EVAL = "import attnres; from lm_eval.__main__ import cli_evaluate; cli_evalua
 @pytest.mark.slow
 def test_lm_eval_runs_our_suites(checkpoints, paper, manager, tmp_path):
     """Through its own program, with the numbers of examples that the suites ask for."""
-    import attnres.eval
+    import attnres.eval.evaluate
 
     for name in ("paper", "core", "chat", "quick"):
         config = yaml.safe_load((Path(attnres.eval.__file__).parent / f"tasks/attnres_{name}.yaml").read_text())

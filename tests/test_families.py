@@ -19,7 +19,8 @@ from tiny_models import (
 )
 from transformers import AutoConfig
 
-from attnres import AttnResConfig, AttnResForCausalLM, BlockCache, depth_probe
+from attnres import AttnResConfig, AttnResForCausalLM, BlockCache
+from attnres.base import probe as depth_probe
 
 
 # 4 layers are 8 sublayers: Full, one layer a block, a boundary inside a layer and a short end, one block, a short end

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResForCausalLM
 from attnres.conversion.parity import read_sample
-from attnres.demo import train_tokenizer
+from attnres.cli.demo import train_tokenizer
 from attnres.training import AttnResTrainingArguments, FinetuneArguments, finetune, lora_config, queries_config
 from attnres.training.config import MODES, read_config
 from attnres.training.finetune import four_bits
@@ -389,8 +389,8 @@ def test_kinds_of_data(folder, tmp_path):
     """Chats and completions learn the answers alone; text, Parquet and folders are read alike."""
     from datasets import Dataset
 
-    from attnres.rows import load_rows
-    from attnres.training import data
+    from attnres.data.rows import load_rows
+    from attnres.data import packing as data
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     tokenizer.chat_template = CHAT_TEMPLATE

@@ -16,9 +16,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResConfig
 from attnres.conversion.parity import read_sample
-from attnres.demo import train_tokenizer
-from attnres.rows import tokenize_chat
-from attnres.training import AttnResTrainer, data, finetune
+from attnres.cli.demo import train_tokenizer
+from attnres.data.rows import tokenize_chat
+from attnres.training import AttnResTrainer, finetune
+from attnres.data import packing as data
 from attnres.training.config import cannot_pack
 
 

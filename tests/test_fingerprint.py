@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from attnres import fingerprint
-from attnres.fingerprint import checkpoint_fingerprint, file_hash, folder_fingerprint
+from attnres.checkpoints import fingerprint
+from attnres.checkpoints.fingerprint import checkpoint_fingerprint, file_hash, folder_fingerprint
 
 
 SIZE = 3 << 20  # large enough to be remembered

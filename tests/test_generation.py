@@ -27,7 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
-import attnres.depth_attention
+import attnres.depth.attention
 from attnres import AttnResConfig, AttnResForCausalLM, BlockCache, DepthRecorder
 
 
@@ -314,9 +314,9 @@ def test_each_closed_block_is_normalised_once(model, input_ids, monkeypatch):
         return counted
 
     # norms of sublayers measure lengths as well
-    monkeypatch.setattr(attnres.depth_attention, "rms_norm_parameters", lambda norm, dtype: None)
+    monkeypatch.setattr(attnres.depth.attention, "rms_norm_parameters", lambda norm, dtype: None)
     for name in calls:
-        monkeypatch.setattr(attnres.depth_attention, name, counting(name, getattr(attnres.depth_attention, name)))
+        monkeypatch.setattr(attnres.depth.attention, name, counting(name, getattr(attnres.depth.attention, name)))
     generate(model, input_ids[:, :1])
     num_sites, block_size, steps = model.config.num_sites, model.config.attn_res_block_size, 8
     num_blocks = -(-num_sites // block_size)
@@ -530,9 +530,9 @@ def test_a_slice_is_seen_and_scores_once(input_ids, monkeypatch):
     torch.testing.assert_close(last(inputs_embeds=stream_of_ids, depth_recorder=in_slice).last_hidden_state, masked)
     assert sorted(in_slice.weights) == [4, 5, 6, 7, 8] and not in_slice.weights[5][..., 1].any()
     scored = []
-    score = attnres.depth_stream.source_scores
+    score = attnres.depth.stream.source_scores
     monkeypatch.setattr(
-        attnres.depth_stream, "source_scores", lambda *args: scored.append(len(args[0])) or score(*args)
+        attnres.depth.stream, "source_scores", lambda *args: scored.append(len(args[0])) or score(*args)
     )
     rebuilt = last.start_stream(stream.blocks, stream.partial, stream.site)
     last(inputs_embeds=rebuilt).last_hidden_state.sum().backward()

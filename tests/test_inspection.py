@@ -29,15 +29,15 @@ from typer.testing import CliRunner
 import attnres
 from attnres.cli import app
 from attnres.conversion.parity import read_sample
-from attnres.demo import train_tokenizer
-from attnres.depth_attention import depth_attention_reference
-from attnres.depth_stream import DepthStream
-from attnres.fingerprint import checkpoint_fingerprint
+from attnres.cli.demo import train_tokenizer
+from attnres.depth.attention import depth_attention_reference
+from attnres.depth.stream import DepthStream
+from attnres.checkpoints.fingerprint import checkpoint_fingerprint
 from attnres.inspection import DepthStatistics, Excerpt, SiteStatistics, ablate, gradient_rms, inspect, measure
 from attnres.inspection.callback import DepthMapCallback
 from attnres.inspection.figures import ablation_map, ablation_matrix, heat_map, weight_matrix
 from attnres.inspection.text import pieces, read_windows
-from attnres.model_cards import write_model_card
+from attnres.model_cards.card import write_model_card
 
 
 PAGE = (Path(__file__).parent.parent / "docs/how_to/inspect.md").read_text(encoding="utf-8")

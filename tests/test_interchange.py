@@ -15,7 +15,7 @@ from transformers import AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.conversion import export_checkpoint, import_checkpoint
-from attnres.conversion.interchange import norm_eps
+from attnres.conversion.exchange import norm_eps
 
 
 def tensors(folder):

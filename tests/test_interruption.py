@@ -16,7 +16,7 @@ from tiny_models import tiny_base_model
 
 from attnres.conversion import convert
 from attnres.conversion.parity import read_sample
-from attnres.demo import train_tokenizer
+from attnres.cli.demo import train_tokenizer
 
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux how far a process is")

@@ -28,7 +28,7 @@ from transformers import (
     AutoModelForTokenClassification,
 )
 
-import attnres.model_cards
+import attnres.model_cards.card
 from attnres import AttnResConfig, AttnResForCausalLM
 
 

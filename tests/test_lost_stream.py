@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from attnres import AttnResConfig, AttnResForCausalLM
-from attnres.depth_probe import run_probe
+from attnres.base.probe import run_probe
 
 
 LOST = "its LlamaDecoderLayer does more to the residual stream than to add outputs to it and to read it"

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 from transformers import Qwen3Config
 
-import attnres.model_cards
+import attnres.model_cards.card
 from attnres import AttnResConfig, __version__
-from attnres.model_cards import render_model_card
+from attnres.model_cards.card import render_model_card
 
 
 def test_the_demos_card_is_not_stale():

@@ -33,7 +33,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPI
 
 import attnres
 from attnres.conversion import convert, revert
-from attnres.families import describe_probe, read_config
+from attnres.base.families import describe_probe, read_config
 
 
 IMAGE = 90  # the token that an image takes the place of
@@ -380,7 +380,7 @@ def save_dummy(config, folder):
     names = ["model.weight"]
     text_config = getattr(config, "text_config", None)
     with contextlib.suppress(Exception), torch.device("meta"):
-        decoder = attnres.base_config.decoder_class(type(text_config))(text_config)
+        decoder = attnres.base.config.decoder_class(type(text_config))(text_config)
         names = [f"model.language_model.{name}" for name, _ in decoder.named_parameters()]
     save_file({name: torch.zeros(1) for name in names}, folder / "model.safetensors", {"format": "pt"})
 

@@ -23,17 +23,10 @@ from transformers import AutoModelForCausalLM
 from transformers.distributed import DistributedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification, depth_probe
-from attnres.depth_attention import BlockCache
-from attnres.parallel import (
-    AttnResPipeline,
-    Layout,
-    divide_block_cache,
-    num_transfers,
-    plan,
-    route_blocks,
-    sites_of_stages,
-)
+from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification
+from attnres.base import probe as depth_probe
+from attnres.depth.attention import BlockCache
+from attnres.parallel import AttnResPipeline, Layout, divide_block_cache, num_transfers, plan, route_blocks, sites_of_stages
 from attnres.parallel.pipeline import OPTIMIZER_FILE, spread
 from attnres.parallel.plan import in_flight, parameters
 from attnres.parallel.stage import BlockStore

@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, __versio
 
 from attnres import AttnResConfig
 from attnres.conversion import convert, revert
-from attnres.depth_probe import probe_layers, probe_sublayers
-from attnres.families import describe_probe, read_decoder_config
+from attnres.base.probe import probe_layers, probe_sublayers
+from attnres.base.families import describe_probe, read_decoder_config
 
 
 CONFIG = """

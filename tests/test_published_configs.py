@@ -21,7 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, MllamaConfig
 from attnres import AttnResForCausalLM
 from attnres.conversion import convert, open_checkpoint, revert
 from attnres.conversion.parity import check_finite_weights
-from attnres.families import describe_probe, read_decoder_config
+from attnres.base.families import describe_probe, read_decoder_config
 
 
 CONFIGS = json.loads(Path(__file__).with_name("published_configs.json").read_text())

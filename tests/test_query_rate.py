@@ -14,7 +14,7 @@ from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
 from attnres.conversion.parity import read_sample
-from attnres.demo import train_tokenizer, windows
+from attnres.cli.demo import train_tokenizer, windows
 from attnres.training import AttnResTrainer, AttnResTrainingArguments, finetune
 from attnres.training import trainer as trainer_module
 from attnres.training.learning_rate import best_rate, measure_losses
@@ -112,7 +112,7 @@ def test_measuring_disturbs_nothing(folder, tmp_path, changed):
 @pytest.mark.slow
 def test_it_lowers_the_loss(folder, tmp_path):
     # On texts like those that are learned, of which the model knows half. Whether it does so on others is shown by
-    # benchmarks/query_rate.py; a few paragraphs are too few for that
+    # studies/query_rate/study.py; a few paragraphs are too few for that
     everything = str(folder / "every text once.jsonl")
     result = finetune(
         fields(folder, tmp_path / "out", max_steps=12, per_device_train_batch_size=16, eval_dataset=everything)

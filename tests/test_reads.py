@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 from attnres import AttnResConfig, AttnResForCausalLM, DepthRecorder, set_backend
 from attnres.attn_res_fields import READS
 from attnres.cli import app
-from attnres.cli_convert import convert as convert_command
+from attnres.cli.convert import convert as convert_command
 from attnres.conversion import convert, revert
-from attnres.depth_attention import depth_attention_reference
-from attnres.depth_pipeline import stack_sources
-from attnres.depth_reads import WEIGHTS, HeadScores, Read, TokenScores, read_by_definition, weights_by_definition
+from attnres.depth.attention import depth_attention_reference
+from attnres.base.slices import stack_sources
+from attnres.depth.reads import WEIGHTS, HeadScores, Read, TokenScores, read_by_definition, weights_by_definition
 
 
 def read_fields(heads, query, rank, weights, open_block) -> dict:
@@ -554,7 +554,7 @@ ABLATIONS = ["static", "raw_keys", "plain_final", "window", "without", "normed_v
 @pytest.mark.parametrize("name", ABLATIONS)
 def test_ablations(name, input_ids):
     """The reads that are there to be compared with, against loops over the sources of the paper's own."""
-    from attnres.benchmarks.ablations import READS, with_read
+    from studies.common.comparison_reads import READS, with_read
 
     assert name in READS
     base_model = tiny_base_model("starcoder2", residual_dropout=0.0, embedding_dropout=0.0).double()
@@ -599,7 +599,7 @@ def test_ablations(name, input_ids):
 
 
 def test_an_ablation_that_is_none():
-    from attnres.benchmarks.ablations import with_read
+    from studies.common.comparison_reads import with_read
 
     with pytest.raises(ValueError, match="`gated` is not a read to be compared with; there are static"):
         with_read(converted(tiny_base_model("llama"), 2, {}), "gated")
@@ -627,7 +627,7 @@ def test_kernels(fields):
 
 
 def test_the_table_of_the_page_is_made_from_the_results():
-    from attnres.benchmarks.reads import PAGE, READS, RESULTS, table
+    from studies.reads.every_read import PAGE, READS, RESULTS, table
 
     results = json.loads(RESULTS.read_text())
     assert table(results) in PAGE.read_text(encoding="utf-8")

@@ -9,9 +9,9 @@ from types import SimpleNamespace
 import pytest
 from markdown_it import MarkdownIt
 
-from attnres.benchmarks.real_full import differences
-from attnres.benchmarks.real_page import docs_page, render, write_page
-from attnres.benchmarks.real_prompts import in_order
+from studies.real_model.all_questions import differences
+from studies.real_model.page import docs_page, render, write_page
+from studies.real_model.prompts import in_order
 
 
 ROOT = Path(__file__).parents[1]
@@ -19,7 +19,7 @@ ROOT = Path(__file__).parents[1]
 
 @pytest.fixture
 def results() -> dict:
-    return json.loads((ROOT / "benchmarks/real/real.json").read_text())
+    return json.loads((ROOT / "studies/real_model/real.json").read_text())
 
 
 def test_the_page_of_the_docs_is_made_from_the_results(results):
@@ -51,7 +51,7 @@ def test_every_change_is_seen(results):
 
 def test_what_was_asked_in_full(results):
     """Of the results that lie here and of others, as they might have been."""
-    questions = json.loads((ROOT / "benchmarks/real/questions.json").read_text())
+    questions = json.loads((ROOT / "studies/real_model/questions.json").read_text())
     for row in questions["sets"]:
         assert row["num_documents"] > len(row["answered_otherwise"]) and row["choices"] >= 2 * row["num_documents"]
         # Of sums over an answer's tokens: logits of the two are off by 1e-4
@@ -113,10 +113,10 @@ def test_of_an_unfinished_run(results, tmp_path):
 
 def test_answers_to_humaneval():
     """What is said of all 164 problems is of the answers that lie beside it."""
-    first, *answers = map(json.loads, (ROOT / "benchmarks/real/humaneval_base.jsonl").read_text().splitlines())
+    first, *answers = map(json.loads, (ROOT / "studies/real_model/humaneval_base.jsonl").read_text().splitlines())
     assert len(answers) == first["documents"] == 164 and len({row["doc_id"] for row in answers}) == 164
     assert first["passed"] == sum(row["score"] for row in answers)
     assert all(row["answer"].strip() for row in answers)
-    compared = json.loads((ROOT / "benchmarks/real/humaneval.json").read_text())
+    compared = json.loads((ROOT / "studies/real_model/humaneval.json").read_text())
     assert compared["problems"] == 164 and compared["passed_by_base"] == first["passed"]
     assert 0 < compared["written_by_base"] <= compared["tokens"]

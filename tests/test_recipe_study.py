@@ -11,8 +11,8 @@ import torch
 import typer
 from tiny_models import tiny_base_model
 
-from attnres.benchmarks import recipe_study
-from attnres.benchmarks.recipe_study import AUTO, BASES, RATES, SEEDS, Run, block_sizes, make_model, next_run, report
+from studies.recipe import study as recipe_study
+from studies.recipe.study import AUTO, BASES, RATES, SEEDS, Run, block_sizes, make_model, next_run, report
 
 
 @pytest.fixture(scope="module")

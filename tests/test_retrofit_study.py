@@ -10,8 +10,9 @@ import pytest
 import torch
 import typer
 
-from attnres.benchmarks import long_retrofit, retrofit_study
-from attnres.benchmarks.retrofit_study import ARMS, METRICS, SEEDS, TUNING_SEED, next_run, report
+from studies.long_retrofit import study as long_retrofit
+from studies.retrofit import study as retrofit_study
+from studies.retrofit.study import ARMS, METRICS, SEEDS, TUNING_SEED, next_run, report
 
 
 @pytest.fixture(scope="module")

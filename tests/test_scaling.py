@@ -12,14 +12,14 @@ import pytest
 import typer
 import yaml
 
-from attnres.benchmarks.scaling_text import PIECE_LENGTH, pieces
-from attnres.benchmarks.sweep import next_rate
+from studies.scaling.text import PIECE_LENGTH, pieces
+from attnres.training.scaling.sweep import next_rate
 from attnres.conversion.parity import read_sample
-from attnres.demo import train_tokenizer
-from attnres.scaling import ladder as module
-from attnres.scaling import plot
-from attnres.scaling.fit import PFLOPS_DAY, advantage, fit_floor, fit_ladder, fit_law
-from attnres.scaling.ladder import Run, read_ladder, results_of, run_ladder, runs_left
+from attnres.cli.demo import train_tokenizer
+from attnres.training.scaling import ladder as module
+from attnres.training.scaling import plot
+from attnres.training.scaling.fit import PFLOPS_DAY, advantage, fit_floor, fit_ladder, fit_law
+from attnres.training.scaling.ladder import Run, read_ladder, results_of, run_ladder, runs_left
 
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}
@@ -285,7 +285,7 @@ def test_ladders_that_are_shown(tmp_path):
     root = Path(__file__).parents[1]
     (shown,) = re.findall(r"```yaml\n(.*?)```", (root / "docs/how_to/scaling.md").read_text(), flags=re.DOTALL)
     (tmp_path / "ladder.yaml").write_text(shown)
-    for path in (tmp_path / "ladder.yaml", root / "benchmarks/scaling/ladder.yaml"):
+    for path in (tmp_path / "ladder.yaml", root / "studies/scaling/ladder.yaml"):
         ladder = read_ladder(path)
         for size in ladder.sizes:
             assert ladder.num_parameters(size) == pytest.approx(1000 * int(size.removesuffix("k")), rel=0.05)
@@ -320,7 +320,7 @@ def test_a_ladder(folder, run_attnres):
 
 def test_baseline_at_other_rates(folder, monkeypatch):
     """PreNorm is trained again at the rate of the blocks, once; a size that is none is named."""
-    from attnres.scaling import baseline_rates
+    from studies.scaling import baseline_rates
 
     def loss(ladder, run):
         return 4 + abs(run.learning_rate - (0.04 if run.arm == "blocks" else 0.02)) * run.is_tuning

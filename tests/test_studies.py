@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import typer
 
-from attnres.benchmarks import ablation_table, paired, read_study, study_arms, two_depths
+from studies.reads import ablation_table, study as read_study
+from studies.common import paired, arms as study_arms
+from studies.two_depths import study as two_depths
 
 
 ROOT = Path(__file__).parents[1]

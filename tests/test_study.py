@@ -11,7 +11,7 @@ import torch
 from rounding import all_in_fp64, wide
 from tiny_models import convert, randomize_queries, reference_hidden_states, tiny_base_model
 
-from attnres.benchmarks.study_arms import RECENCY_BIAS, add_recency_bias
+from studies.common.arms import RECENCY_BIAS, add_recency_bias
 
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"

@@ -13,10 +13,10 @@ from pathlib import Path
 import xxhash
 from datasets import Dataset
 
-from ..fingerprint import checkpoint_fingerprint, file_hash, folder_fingerprint
-from ..outputs import write_file
-from ..sources import hub_commit
-from ..untrusted import read_json
+from ..checkpoints.fingerprint import checkpoint_fingerprint, file_hash, folder_fingerprint
+from ..utils.files import write_file
+from ..checkpoints.location import hub_commit
+from ..utils.untrusted import read_json
 
 
 MANIFEST = "files.json"

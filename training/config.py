@@ -18,9 +18,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, get_scheduler
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import logging
 
-from ..base_config import base_config_class
-from ..checkpoint import load_config
-from ..untrusted import check_folder, read_yaml
+from ..base.config import base_config_class
+from ..checkpoints.checkpoint import load_config
+from ..utils.untrusted import check_folder, read_yaml
 from .adapters import lora_config, queries_config
 from .trainer import AttnResTrainingArguments
 

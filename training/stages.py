@@ -23,17 +23,17 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, get_scheduler
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from .. import families
-from ..checkpoint import load_language_model
-from ..depth_pipeline import PassThrough
-from ..depth_probe import decoder_layers
-from ..outputs import write_file
+from ..base import families
+from ..checkpoints.checkpoint import load_language_model
+from ..base.slices import PassThrough
+from ..base.probe import decoder_layers
+from ..utils.files import write_file
 from ..parallel import AttnResPipeline
 from ..parallel.pipeline import microbatches_needed, ranks_of_stages, spread
-from ..rows import IGNORED_LABEL
+from ..data.rows import IGNORED_LABEL
 from .checkpoints import MANIFEST, write_manifest
 from .optimizer import separate_queries, with_muon
-from .stream import POSITION, collate
+from ..data.packed_rows import POSITION, collate
 from .trainer import AttnResTrainingArguments
 
 

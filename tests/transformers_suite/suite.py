@@ -29,7 +29,7 @@ from transformers.models.auto import modeling_auto
 from transformers.testing_utils import _TEXT_MODEL_TESTER_DEFAULTS, torch_device
 
 import attnres
-from attnres.base_classes import of_both
+from attnres.base.classes import of_both
 
 
 BASE = os.environ.get("BASE", "llama")

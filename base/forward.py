@@ -1,0 +1,105 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The forward pass of a base, with what goes around its code to the first layer, and with streams read in outputs."""
+
+import functools
+import threading
+from collections.abc import Callable
+from dataclasses import make_dataclass
+from typing import Any
+
+import torch
+from transformers import Cache
+from transformers.utils import ModelOutput
+
+from ..depth.stream import DepthRecorder, DepthStream
+
+
+# What the forward pass of this thread passes to its first layer around the base's code, which may not pass keywords
+# on: `value` is `(model, recorder, stream)`. On the way back, `stream_behind` is what left the last layer of a slice.
+# Not a context variable, because compilers do not support them
+HANDED = threading.local()
+
+
+def kv_cache_among(args: tuple, kwargs: dict) -> Cache | None:
+    """The KV cache among the arguments of a model or a layer, `None` if there is none.
+
+    By its class: transformers has called it `past_key_values`, `cache_params`, `layer_past` and, since 5.24, `cache`,
+    and some bases pass it to their layers without a name.
+    """
+    return next((value for value in (*args, *kwargs.values()) if isinstance(value, Cache)), None)
+
+
+@functools.cache
+def depth_output_class(base: type[ModelOutput]) -> type[ModelOutput]:
+    """A class of outputs with `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site."""
+    fields = [("depth_attentions", tuple[torch.FloatTensor, ...] | None, None)]
+    return make_dataclass(f"AttnRes{base.__name__}", fields, bases=(base,))
+
+
+def with_depth_attentions(base_forward: Callable) -> Callable:
+    """The forward of a base, which also takes `output_depth_attentions` and a `depth_recorder`.
+
+    The recorder goes to the first layer; see `AttnResModel.enter_layer`.
+    """
+
+    @functools.wraps(base_forward)  # Trainer and `generate` look at the names of the arguments
+    def forward(self, *args, output_depth_attentions: bool | None = None, depth_recorder=None, **kwargs):
+        outer = getattr(HANDED, "value", None)
+        if outer is not None and outer[0] is self.trunk:  # called by the model with a head, which has done all of this
+            return base_forward(self, *args, **kwargs)
+        if output_depth_attentions is None:
+            output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
+        if output_depth_attentions and depth_recorder is None:
+            depth_recorder = DepthRecorder(outputs=None)
+        stream = kwargs["inputs_embeds"] if isinstance(kwargs.get("inputs_embeds"), DepthStream) else None
+        if stream is not None:
+            # A placeholder: the base embeds it, but the first layer is given the stream. `probe_slices` has checked
+            # that no layer uses the embedding otherwise
+            kwargs["inputs_embeds"] = torch.zeros_like(stream.newest)
+            stream = stream if depth_recorder is None else stream.with_recorder(depth_recorder)
+        if output_depth_attentions:
+            return_dict = kwargs.pop("return_dict", None)
+            return_dict = self.config.return_dict if return_dict is None else return_dict
+            kwargs["return_dict"] = True
+        HANDED.value, HANDED.stream_behind = (self.trunk, depth_recorder, stream), None
+        try:
+            outputs = _with_tensors(base_forward(self, *args, **kwargs))
+        finally:
+            HANDED.value, HANDED.stream_behind = outer, None
+        if not output_depth_attentions:
+            return outputs
+        weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
+        output_class = depth_output_class(type(outputs))  # type: ignore[arg-type]
+        outputs = output_class(**outputs, depth_attentions=weights)
+        return outputs if return_dict else outputs.to_tuple()
+
+    return forward
+
+
+def _with_tensors(outputs: Any) -> Any:
+    """The outputs of a model, in which hidden states of the layers are streams: of each what the next layer reads.
+
+    The last hidden state of a slice is the stream behind it.
+    """
+    behind = HANDED.stream_behind
+    if isinstance(outputs, ModelOutput):
+        if outputs.get("hidden_states") is not None:
+            outputs["hidden_states"] = tuple(_read(state) for state in outputs["hidden_states"])
+        if behind is not None:
+            outputs["last_hidden_state"] = behind
+        elif _is_final(outputs.get("last_hidden_state")):
+            outputs["last_hidden_state"] = _read(outputs["last_hidden_state"])
+    elif isinstance(outputs, tuple):
+        first = behind if behind is not None else _read(outputs[0]) if _is_final(outputs[0]) else outputs[0]
+        others = (tuple(map(_read, part)) if isinstance(part, tuple) else part for part in outputs[1:])
+        return first, *others
+    return outputs
+
+
+def _is_final(value) -> bool:
+    """Whether it is a stream at the last site, of a base without a final norm, which would have read it."""
+    return isinstance(value, DepthStream) and value.site == len(value.queries) - 1
+
+
+def _read(value):
+    return value.read() if isinstance(value, DepthStream) else value

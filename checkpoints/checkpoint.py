@@ -1,0 +1,411 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""Checkpoint folders, opened: everything about one is checked before it is used but the values of its tensors."""
+
+import contextlib
+import fnmatch
+import functools
+import re
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import snapshot_download
+from safetensors import SafetensorError, safe_open
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+
+from ..base.config import base_config_class
+from ..configuration_attnres import AttnResConfig
+from ..base.probe import decoder_on_meta
+from ..modeling_attnres import AttnResModel
+from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig, auto_class_of
+from .location import hub_can_be_reached, hub_errors_explained, local_folder, read_config_dict
+from ..utils.untrusted import PICKLES, check_folder, check_inside, in_one_line, read_json, refuse_pickle, stranger_errors_explained
+
+
+INDEX_NAME = "model.safetensors.index.json"
+REPORT_NAMES = ("conversion_report.json", "conversion_report.md")
+# The config of the base as it was, which comes back with the base
+BASE_CONFIG_NAME = "config.base.json"
+# Names of classes without the head of a language model. Others are those of one, if the tensors fit
+OTHER_HEADS = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnswering$|^(?!.*LMHead).*Model$")
+# Weights that are not read: of other formats, and pickles, which can run code when loaded
+OTHER_WEIGHTS = {
+    *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5", ".npz", ".tflite", ".mlmodel"),
+    *(".safetensors", ".gguf", ".ggml", ".onnx", ".onnx_data"),
+}
+# Fields of adapters by which PEFT makes tensors before it reads any
+ADAPTER_SIZES = ("r", "init_r", "target_r", "num_virtual_tokens", "encoder_hidden_size", "adapter_len", "n_frequency")
+ADAPTER_FILE = "adapter_model.safetensors"
+# PEFT's default rank, which an adapter without low-rank updates keeps
+SMALL_RANK = 8
+QUERY_NAMES = ("depth_queries.query", "depth_queries.key_norm")
+# What makes queries of the input, where they see it
+PROJECTION_NAMES = tuple(f"depth_queries.projection{part}" for part in ("", "_down", "_up"))
+ZERO_AT_FIRST = (QUERY_NAMES[0], *PROJECTION_NAMES[:2])
+PICTURES = ("*.png", "*.jpg", "*.jpeg", "*.gif", "*.svg", "*.webp")
+# What a checkpoint is made of beside its config and weights, by folder; nothing else is copied or uploaded, as it may
+# be anything: keys, logs, notes, states of an optimizer
+COMPANIONS = {
+    "": (
+        *("generation_config.json", "tokenizer.json", "tokenizer_config.json", "special_tokens_map.json"),
+        *("added_tokens.json", "vocab.json", "vocab.txt", "merges.txt", "*.model", "*.tiktoken", "tekken.json"),
+        *("tokenizer.model.v*", "chat_template.jinja", "chat_template.json", "params.json", "configuration.json"),
+        *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
+        *("recipe.yaml", "quant*_config.json", BASE_CONFIG_NAME),
+        *("hf_quant_config.json", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
+        *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "generation_*.py", "depth_*.py"),
+        *("README*.md", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*", "CITATION*", *REPORT_NAMES),
+        ".gitattributes",
+    ),
+    "additional_chat_templates": ("*.jinja",),
+    "1_Pooling": ("config.json",),
+    "assets": PICTURES,
+    "figures": PICTURES,
+    "images": PICTURES,
+    "depth": PICTURES,  # the page and the JSON quote the text that was read
+    "evaluation": ("table.md", "differences.png"),
+}
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A folder with a config, safetensors weights that are whole, and what else belongs to a checkpoint.
+
+    `name` is what the user called it, `commit` the revision it has on the Hub, `weight_map` the file of every tensor
+    and `companions` the other files that belong to it, relative to the folder. All others are in `left_behind`:
+    weights in other formats, and whatever `COMPANIONS` does not name, whole folders where nothing in them does.
+    """
+
+    name: str
+    folder: Path
+    commit: str | None
+    config_dict: dict
+    weight_map: dict[str, str]
+    companions: tuple[str, ...]
+    left_behind: tuple[str, ...]
+
+    @functools.cached_property
+    def config(self) -> PreTrainedConfig:
+        with config_errors_explained(self.name):
+            return AutoConfig.from_pretrained(self.folder, trust_remote_code=False)
+
+    @property
+    def title(self) -> str:
+        """What to call it in what others will read: its id on the Hub, or the name of its folder."""
+        return self.name if self.commit is not None else Path(self.name).absolute().name
+
+    @property
+    def shards(self) -> list[str]:
+        return sorted(set(self.weight_map.values()))
+
+    @property
+    def text_config(self) -> PreTrainedConfig:
+        """That of the decoder: of a multimodal model that of its language model, else the config itself."""
+        return self.config.text_config if self.is_multimodal else self.config
+
+    @property
+    def is_multimodal(self) -> bool:
+        """Whether its decoder is the language model within another model."""
+        return "text_config" in type(self.config).sub_configs
+
+    @functools.cached_property
+    def lm_class(self) -> type[PreTrainedModel]:
+        """The base's model with a language-modelling head: its causal language model, or multimodal model."""
+        base_model_type = getattr(self.config, "base_model_type", self.config.model_type)
+        if self.is_multimodal:
+            return MODEL_FOR_MULTIMODAL_LM_MAPPING[CONFIG_MAPPING[base_model_type]]
+        return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
+
+    @property
+    def auto_class(self) -> Any:
+        """What loads it with its head, or the trunk alone where that is not one of a language model."""
+        if self.is_multimodal:
+            return auto_class_of(getattr(self.config, "base_model_type", self.config.model_type))
+        return AutoModelForCausalLM if self.has_lm_head else AutoModel
+
+    @functools.cached_property
+    def prefix(self) -> str:
+        """Of the names of the decoder's tensors: empty where a checkpoint holds the decoder alone."""
+        if self.is_multimodal:
+            return self._prefix_of_language_model()
+        # What a class says of its prefix is not always so, and then it is the usual one
+        prefixes = (f"{self.lm_class.base_model_prefix}.", "model.")
+        return next((p for p in prefixes if any(name.startswith(p) for name in self.weight_map)), "")
+
+    def _prefix_of_language_model(self) -> str:
+        """Found by its embedding, as files may have other names than the model that is loaded from them."""
+        decoder: Any
+        if isinstance(self.text_config, AttnResConfig):
+            with config_errors_explained(self.name), torch.device("meta"):
+                decoder = AttnResModel(self.text_config)
+        else:
+            decoder = decoder_on_meta(self.text_config)
+        embedding = decoder.get_input_embeddings().weight
+        name = next(name for name, parameter in decoder.named_parameters() if parameter is embedding)
+        prefixes = [found.removesuffix(name) for found in self.weight_map if f".{found}".endswith(f".{name}")]
+        if len(prefixes) > 1:
+            raise ValueError(
+                f"`{self.name}` has {len(prefixes)} tensors named `...{name}`, the embedding of its language model,"
+                " where there should be one."
+            )
+        return prefixes[0] if prefixes else ""  # of other names, which transformers knows, or it is missing
+
+    @functools.cached_property
+    def query_prefix(self) -> str:
+        """Of the names of the depth queries.
+
+        Where there are none yet, that of the decoder. Files of multimodal models may have other names than the model,
+        and then transformers knows each of those, and not what they would be of the queries.
+        """
+        found = [name.removesuffix(QUERY_NAMES[1]) for name in self.weight_map if name.endswith(QUERY_NAMES[1])]
+        if found:
+            return found[0]
+        if not self.is_multimodal or isinstance(self.text_config, AttnResConfig):
+            return self.prefix
+        with torch.device("meta"):
+            model = AttnResForConditionalGeneration(AttnResMultimodalConfig.from_base_config(self.config))
+        return f"{model.trunk_name}."
+
+    @property
+    def has_lm_head(self) -> bool:
+        """Whether it is a language model's; of other checkpoints the trunk is looked at."""
+        architectures = self.config_dict.get("architectures") or [""]  # a list, see `read_config_dict`
+        return (self.is_multimodal or bool(self.prefix)) and OTHER_HEADS.search(architectures[0]) is None
+
+    @property
+    def num_bytes(self) -> int:
+        return sum((self.folder / name).stat().st_size for name in [*self.shards, *self.companions])
+
+    def tokenizer(self) -> PreTrainedTokenizerBase | None:
+        """The tokenizer; `None` if there is none that loads here, and without running code of its own."""
+        if not {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"} & set(self.companions):
+            return None
+        try:
+            return load_tokenizer(self.folder)
+        except (ValueError, OSError):
+            return None
+
+    def tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
+        """Some of the tensors, in memory."""
+        found = {}
+        for shard in sorted({self.weight_map[name] for name in names}):
+            with safe_open(self.folder / shard, framework="pt") as file:
+                found.update({name: file.get_tensor(name) for name in names if self.weight_map[name] == shard})
+        return found
+
+
+def different_tensors(first: Checkpoint, second: Checkpoint) -> list[str]:
+    """Names of tensors that only one of two checkpoints has, or that are not the same bit for bit, one in memory."""
+    different = sorted(first.weight_map.keys() ^ second.weight_map.keys())
+    for name in sorted(first.weight_map.keys() & second.weight_map.keys()):
+        a, b = (checkpoint.tensors([name])[name] for checkpoint in (first, second))
+        if (
+            a.dtype != b.dtype
+            or a.shape != b.shape
+            or not torch.equal(*(t.flatten().view(torch.uint8) for t in (a, b)))
+        ):
+            different.append(name)
+    return different
+
+
+def open_checkpoint(source: str | Path, revision: str | None = None, *, follow_links: bool = False) -> Checkpoint:
+    """A checkpoint from a folder, or from the Hub through its cache, with everything about it checked but the values.
+
+    Args:
+        follow_links: whether links out of the folder are followed, where its files are read and not copied.
+
+    Raises:
+        OSError: if files are missing or cannot be read.
+        ValueError: if they are not what they should be; the message names the file and the way out.
+    """
+    config_dict = read_config_dict(source, revision)
+    folder, commit = local_folder(source, revision), None
+    if folder is None:
+        skipped = [f"*{suffix}" for suffix in OTHER_WEIGHTS - {".safetensors"}] + ["consolidated*"]
+        with hub_errors_explained(source, revision):
+            folder = Path(
+                snapshot_download(
+                    str(source),
+                    revision=revision,
+                    ignore_patterns=skipped,
+                    local_files_only=not hub_can_be_reached(),
+                )
+            )
+        commit = folder.name
+    check_folder(folder, follow_links=follow_links)
+    if (folder / "adapter_config.json").exists():
+        raise ValueError(
+            f"`{source}` holds an adapter beside whole weights, and transformers would load the one onto the other."
+            " Remove `adapter_config.json` if the adapter is merged into the weights, or merge it:"
+            " `AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)`."
+        )
+    files = sorted(
+        path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file() or path.is_symlink()
+    )
+    weight_map = _read_weight_map(folder, files, source)
+    used = {"config.json", INDEX_NAME, *weight_map.values()}
+    others = [name for name in files if name not in used]
+    companions = [name for name in others if is_companion(name)]
+    folders = {name.split("/")[0] for name in [*used, *companions] if "/" in name}
+    left_behind = {
+        name if "/" not in name or name.split("/")[0] in folders else name.split("/")[0] + "/"
+        for name in set(others) - set(companions)
+    }
+    return Checkpoint(
+        name=str(source),
+        folder=folder,
+        commit=commit,
+        config_dict=config_dict,
+        weight_map=weight_map,
+        companions=tuple(companions),
+        left_behind=tuple(sorted(left_behind)),
+    )
+
+
+def is_companion(name: str) -> bool:
+    """Whether a file belongs to a checkpoint by its name, relative to the folder."""
+    parent, _, base = name.rpartition("/")
+    return any(fnmatch.fnmatchcase(base, pattern) for pattern in COMPANIONS.get(parent, ()))
+
+
+def refuse_links_out(checkpoint: Checkpoint, names: Iterable[str]):
+    """Raise a `ValueError` if one of the files is a link out of the folder, see `check_inside`."""
+    check_inside(checkpoint.folder, names, checkpoint.name)
+
+
+@contextlib.contextmanager
+def config_errors_explained(name: str) -> Iterator[None]:
+    """A `ValueError` of one line that names the checkpoint, for whatever a bad config makes transformers raise."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"config.json of `{name}` is not valid: {in_one_line(error)}") from error
+
+
+def load_config(source: str | Path, revision: str | None = None) -> PreTrainedConfig:
+    """The configuration of a checkpoint, whose own code is not run.
+
+    Raises:
+        OSError: if there is none.
+        ValueError: if it is not valid.
+    """
+    read_config_dict(source, revision)  # tells at once what is wrong with it
+    place = local_folder(source, revision) or source
+    with config_errors_explained(str(source)):
+        return AutoConfig.from_pretrained(place, revision=revision or "main", trust_remote_code=False)
+
+
+def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:
+    """The tokenizer of a checkpoint, whose own code is not run.
+
+    Raises:
+        ValueError: if there is none that loads here.
+    """
+    place = local_folder(source, revision) or source
+    with stranger_errors_explained(f"`{source}` has no tokenizer that loads here"):
+        return AutoTokenizer.from_pretrained(place, revision=revision or "main", trust_remote_code=False)
+
+
+def load_language_model(source: str | Path, *, follow_links: bool = True, **kwargs: Any) -> PreTrainedModel:
+    """A language model from safetensors, without code of the checkpoint's own.
+
+    Args:
+        follow_links: as for `open_checkpoint`.
+        kwargs: of `from_pretrained`.
+
+    Raises:
+        ValueError: if it is not whole, or has its weights in a pickle.
+    """
+    folder = Path(source).expanduser()
+    if folder.is_dir():
+        check_folder(folder, follow_links=follow_links)
+        check_shapes(folder)
+        source = folder
+    with stranger_errors_explained(f"`{source}` does not load"):
+        return AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, use_safetensors=True, **kwargs)
+
+
+def check_shapes(folder: Path):
+    """Raise a `ValueError` for tensors of other shapes than the config has, before memory is taken for those."""
+    with stranger_errors_explained(f"`{folder}` does not load"):
+        AutoModelForCausalLM.from_pretrained(folder, device_map="meta", trust_remote_code=False, use_safetensors=True)
+
+
+def check_adapter(folder: str | Path):
+    """Look at the folder of a PEFT adapter before PEFT does.
+
+    Raises:
+        ValueError: for what `check_folder` refuses, and for sizes in its config that its tensors do not have.
+        OSError: if files are missing.
+    """
+    folder = Path(folder).expanduser()
+    check_folder(folder, follow_links=True)
+    if not (folder / "adapter_config.json").exists():
+        raise OSError(f"`{folder}` holds no adapter_config.json, so it is not a PEFT adapter.")
+    if not (folder / ADAPTER_FILE).exists():
+        raise OSError(f"`{folder}` holds no {ADAPTER_FILE}, so it is not a whole PEFT adapter.")
+    config = read_json(folder / "adapter_config.json")
+    tensor_names(folder / ADAPTER_FILE)  # whether it is whole
+    with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
+        shapes = {name: file.get_slice(name).get_shape() for name in file.keys()}
+    ranks = {shape[0] for name, shape in shapes.items() if "lora_A" in name or "lora_embedding_A" in name}
+    largest = max(ranks or {size for shape in shapes.values() for size in shape}, default=0)
+    sizes = {name: config.get(name) for name in ADAPTER_SIZES}
+    pattern = config.get("rank_pattern")
+    sizes |= {f"rank_pattern[{name}]": size for name, size in pattern.items()} if isinstance(pattern, dict) else {}
+    for name, size in sizes.items():
+        if isinstance(size, int | float) and size > max(largest, SMALL_RANK):
+            raise ValueError(
+                f"adapter_config.json of `{folder}` is not valid: `{name}={size}` is more than its tensors have,"
+                f" {largest}."
+            )
+
+
+def _read_weight_map(folder: Path, files: list[str], source: str | Path) -> dict[str, str]:
+    """The file of every tensor, as transformers would find them, checked against the files themselves."""
+    if "model.safetensors" in files:  # comes before an index, as in transformers
+        return dict.fromkeys(tensor_names(folder / "model.safetensors"), "model.safetensors")
+    if INDEX_NAME not in files:
+        pickled = [name for name in files if Path(name).suffix in PICKLES]
+        if pickled:
+            refuse_pickle(source, pickled[0])
+        raise OSError(f"`{source}` holds neither model.safetensors nor {INDEX_NAME}.")
+    weight_map = read_json(folder / INDEX_NAME).get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise ValueError(f"`{folder / INDEX_NAME}` has no `weight_map`.")
+    for name in sorted(set(map(str, weight_map.values()))):
+        if name not in files:  # which also keeps names like `../x` out
+            raise OSError(f"`{INDEX_NAME}` of `{source}` names the file `{name}`, which is not there.")
+        listed = {tensor for tensor, file in weight_map.items() if file == name}
+        present = set(tensor_names(folder / name))
+        if listed - present:
+            raise ValueError(
+                f"`{name}` of `{source}` lacks the tensor `{min(listed - present)}`, which the index lists."
+            )
+        if present - listed:
+            raise ValueError(
+                f"`{name}` of `{source}` holds the tensor `{min(present - listed)}`, which the index does not list"
+                " as its own. Write the index anew: `from_pretrained(...).save_pretrained(...)`."
+            )
+    return weight_map
+
+
+def tensor_names(path: Path) -> list[str]:
+    """The tensors of a safetensors file, after a look whether it is whole."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            return list(file.keys())
+    except SafetensorError as error:
+        raise ValueError(f"`{path}` is truncated or not a safetensors file ({error}). Get it anew.") from None

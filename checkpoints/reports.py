@@ -1,0 +1,207 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""What a conversion and its verification leave to be read, as objects, JSON and Markdown."""
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from ..utils.markup import code, escaped, sentence
+
+
+@dataclass(frozen=True)
+class SourceWeights:
+    """What the weights of a checkpoint were made from, where that was not a checkpoint of plain numbers.
+
+    Args:
+        format: `gguf`, or the `quant_method` of a config, such as `fp8`, `gptq`, `awq` and `bitsandbytes`.
+        file: name of a GGUF file.
+        kind: of it as a whole, such as `Q4_K_M`.
+        tensors: number of tensors by the type they have there, such as `{"Q4_K": 210, "F32": 61}`.
+        quantized: whether there are other types than floating-point numbers among them.
+        dequantized: whether they have been written as plain numbers since; otherwise they are as they were.
+    """
+
+    format: str
+    file: str | None
+    kind: str
+    tensors: dict[str, int]
+    quantized: bool
+    dequantized: bool
+
+    @classmethod
+    def from_dict(cls, values: Any) -> "SourceWeights":
+        """The inverse of `asdict`.
+
+        Raises:
+            TypeError: if it is something else.
+        """
+        weights = cls(**values)
+        counts = weights.tensors.items()  # AttributeError is no TypeError, so
+        if not all(isinstance(name, str) and isinstance(count, int) for name, count in counts):
+            raise TypeError(f"`tensors={weights.tensors!r}` is no number of tensors by type")
+        return weights
+
+    @property
+    def counts(self) -> str:
+        return ", ".join(f"{count} of {kind}" for kind, count in self.tensors.items())
+
+    def in_words(self) -> str:
+        """With names as they are: whoever shows it puts them through `markup.sentence`."""
+        tensors = f"{self.kind}; tensors: {self.counts}"
+        if self.file is None:
+            return f"{self.format} weights ({tensors})"
+        return f"the {'quantised ' if self.quantized else ''}GGUF file `{self.file}` ({tensors})"
+
+    def note(self) -> str:
+        """What a report says of it."""
+        if not self.dequantized:
+            return f"weights are quantised: {self.in_words()}, byte for byte as in the source"
+        if not self.quantized:
+            return f"weights were read from {self.in_words()} and are kept in fp32"
+        return (
+            f"weights were quantised: they come from {self.in_words()} and were dequantised to fp32, so they are not"
+            " those from before the quantisation, in neither of the models that are compared here"
+        )
+
+
+@dataclass(frozen=True)
+class Parity:
+    """How far the second model is from the first, in one dtype.
+
+    Differences of logits are absolute; the relative error is the norm of the difference over that of the logits, and
+    KL divergence and perplexity are of the next token, in nats. Checkpoints without a language-modelling head are
+    compared by their last hidden state, and have neither of the two nor a top-1 agreement.
+    """
+
+    dtype: str
+    max_difference: float
+    relative_error: float
+    kl_divergence: float | None
+    top1_agreement: float | None
+    perplexities: list[float] | None  # of the first and the second
+    rounding: float  # what rounding alone does to the figure that decides, see `criterion`
+    measured: float
+    tolerance: float
+    criterion: str
+    decides: bool = True  # if not, it is for information: models with experts are decided upon in fp32
+
+    @property
+    def equal(self) -> bool:
+        return self.measured <= self.tolerance
+
+
+@dataclass(frozen=True)
+class VerificationReport:
+    """Result of `verify`: `equal` if in every dtype that decides the second is within rounding of the first."""
+
+    first: str
+    second: str
+    text: str
+    num_tokens: int
+    parities: list[Parity] = field(default_factory=list)
+    first_difference: str | None = None
+
+    @property
+    def equal(self) -> bool:
+        return all(parity.equal for parity in self.parities if parity.decides)
+
+    def to_dict(self) -> dict:
+        parities = [{**asdict(parity), "equal": parity.equal} for parity in self.parities]
+        return {**asdict(self), "parities": parities, "equal": self.equal}
+
+    @classmethod
+    def from_dict(cls, values: dict) -> "VerificationReport":
+        """The inverse of `to_dict`."""
+        parities = [Parity(**{k: v for k, v in parity.items() if k != "equal"}) for parity in values["parities"]]
+        return cls(**{k: v for k, v in {**values, "parities": parities}.items() if k != "equal"})
+
+    def to_markdown(self) -> str:
+        rows = {
+            "largest difference": lambda p: f"{p.max_difference:.1e}",
+            "relative error": lambda p: f"{p.relative_error:.1e}",
+        }
+        if self.parities[0].perplexities is not None:
+            rows |= {
+                "KL divergence, nats": lambda p: f"{p.kl_divergence:.1e}",
+                "same most likely token": lambda p: f"{p.top1_agreement:.2%}",
+                "perplexity of the first": lambda p: f"{p.perplexities[0]:.4f}",
+                "perplexity of the second": lambda p: f"{p.perplexities[1]:.4f}",
+            }
+        rows |= {
+            "**deciding figure**": lambda p: f"**{p.measured:.1e}**",
+            "what rounding does to it": lambda p: f"{p.rounding:.1e}",
+            "has to be at most": lambda p: f"{p.tolerance:.1e}",
+        }
+        decisive = [parity for parity in self.parities if parity.decides]
+        criteria = ", ".join(f"in {escaped(p.dtype)} {sentence(p.criterion)}" for p in decisive)
+        lines = [
+            f"{code(self.first)} and {code(self.second)} on {self.num_tokens:d} tokens of {sentence(self.text)}: "
+            + (
+                "the same function, up to rounding."
+                if self.equal
+                else f"they differ, first at {sentence(self.first_difference)}."
+            ),
+            "",
+            "| | " + " | ".join(escaped(parity.dtype) for parity in self.parities) + " |",
+            "|---|" + "---|" * len(self.parities),
+        ]
+        lines += [f"| {name} | " + " | ".join(map(cell, self.parities)) + " |" for name, cell in rows.items()]
+        lines += ["", f"What decides: {criteria}."]
+        lines += [
+            f"For information: in {escaped(p.dtype)} {sentence(p.criterion)}, as rounding chooses between experts at"
+            " near-ties."
+            for p in self.parities
+            if not p.decides
+        ]
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class ConversionReport:
+    """What `convert`, `revert`, `import_checkpoint` or `export_checkpoint` did; it lies in the checkpoint it wrote."""
+
+    operation: str
+    source: str
+    source_commit: str | None
+    destination: str
+    model_type: str
+    base_model_type: str | None
+    num_sublayers: int
+    block_size: int | None
+    tensors_added: dict[str, list[int]]  # their shapes
+    tensors_dropped: list[str]
+    left_behind: list[str]
+    num_bytes: int
+    seconds: float
+    versions: dict[str, str]
+    verification: VerificationReport | None
+    notes: list[str]
+    read: str = ""  # in words, where it is not the paper's own
+    weights: SourceWeights | None = None  # of the source, where they were not plain numbers from the start
+
+    def to_dict(self) -> dict:
+        verification = None if self.verification is None else self.verification.to_dict()
+        return {**asdict(self), "verification": verification}
+
+    def to_markdown(self) -> str:
+        lines = [f"# {escaped(self.operation)}: {code(self.source)} to {code(self.destination)}", ""]
+        if self.base_model_type is not None and self.block_size is not None:
+            num_blocks = -(-self.num_sublayers // self.block_size)
+            lines.append(
+                f"- {escaped(self.base_model_type)}, {self.num_sublayers} sublayers in {num_blocks} blocks of"
+                f" {self.block_size}" + (" (Full AttnRes)" if self.block_size == 1 else "")
+            )
+        if self.read:
+            lines.append(f"- read over depth: {sentence(self.read)}")
+        if self.source_commit is not None:
+            lines.append(f"- revision of the source: {code(self.source_commit)}")
+        if self.tensors_added:
+            lines.append(f"- added: {len(self.tensors_added)} tensors of depth attention")
+        if self.tensors_dropped:
+            lines.append(f"- dropped: {len(self.tensors_dropped)} tensors of depth attention")
+        lines += [f"- left behind: {code(name)}" for name in self.left_behind]
+        lines.append(f"- {self.num_bytes / 1e9:.3f} GB in {self.seconds:.1f} s before verification")
+        lines += [f"- {sentence(note)}" for note in self.notes]
+        lines += ["", "## Verification", ""]
+        lines.append("Not done." if self.verification is None else self.verification.to_markdown())
+        versions = ", ".join(f"{name} {escaped(version)}" for name, version in self.versions.items())
+        return "\n".join([*lines, "", f"{versions}."]) + "\n"

@@ -1,0 +1,390 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""Exchange of AttnRes checkpoints with Kimi K3's naming and with flash-linear-attention (fla).
+
+All three compute the same reads, so nothing but names, shapes and the unit of the block size is translated:
+
+| | attnres | Kimi K3 | fla |
+|---|---|---|---|
+| queries | `depth_queries.query` [sites, d] | `layers.N.self_attention_res_proj`, `layers.N.mlp_res_proj`,
+  `output_attn_res_proj` [1, d] | `layers.N.attn_res_proj`, `layers.N.mlp_res_proj`, `res_proj` [1, d] |
+| key norms | `depth_queries.key_norm` [sites, d] | the same with `norm` [d] | the same with `norm` [d] |
+| block size | sublayers | decoder layers | sublayers, 1 or even |
+| epsilon of the key norms | `attn_res_norm_eps` | `rms_norm_eps` | `norm_eps` |
+
+In Kimi's naming all else keeps the names of the base; fla has one architecture, whose parts get the names of Llama (or
+Qwen2 with biases, Qwen3 with query and key norms, Mistral with a window).
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedConfig
+
+from ..base.config import base_config_class
+from ..checkpoints.checkpoint import QUERY_NAMES, Checkpoint, config_errors_explained, open_checkpoint
+from ..configuration_attnres import AttnResConfig
+from ..depth.reads import Read
+from ..utils.files import check_destination
+from ..checkpoints.reports import ConversionReport
+from ..checkpoints.location import read_config_dict
+from .writing import write_checkpoint
+
+
+# Of the modules with the query and the key norm: before attention, before the MLP, the final read
+SITE_NAMES = {
+    "kimi": ("self_attention_res", "mlp_res", "output_attn_res"),
+    "fla": ("attn_res", "mlp_res", "res"),
+}
+FLA_TO_LLAMA = {
+    "model.embeddings.": "model.embed_tokens.",
+    ".attn_norm.": ".input_layernorm.",
+    ".mlp_norm.": ".post_attention_layernorm.",
+    ".attn.": ".self_attn.",
+}
+# fla's query and key norms have an epsilon of their own, whatever the config says
+FLA_QK_NORM_EPS = 1e-5
+FLA_BASES = ("llama", "mistral", "qwen2", "qwen3")
+# Of fla 0.6.0: a saved config may leave them out
+FLA_DEFAULTS = {
+    "hidden_size": 2048,
+    "num_hidden_layers": 24,
+    "num_heads": 32,
+    "num_kv_heads": None,
+    "qkv_bias": False,
+    "qk_norm": False,
+    "window_size": None,
+    "rope_theta": 10000.0,
+    "max_position_embeddings": 2048,
+    "hidden_ratio": 4,
+    "intermediate_size": None,
+    "hidden_act": "swish",
+    "norm_eps": 1e-6,
+    "initializer_range": 0.02,
+    "tie_word_embeddings": False,
+    "vocab_size": 32000,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "attnres_block_size": None,
+}
+
+
+def import_checkpoint(source: str | Path, destination: str | Path, *, revision: str | None = None) -> ConversionReport:
+    """Write an AttnRes checkpoint from one in Kimi's naming on a supported base, or of fla's `TransformerForCausalLM`.
+
+    Which of the two it is shows in its tensors' names.
+
+    Args:
+        source: folder or Hub id.
+        destination: folder to write, which must not exist or be empty.
+        revision: branch, tag or commit of a Hub id.
+
+    Raises:
+        ValueError: if it is neither, or has what no supported base can express.
+        OSError: if files cannot be found, read or written.
+    """
+    path = check_destination(destination, source)
+    model_type = read_config_dict(source, revision)["model_type"]
+    checkpoint = open_checkpoint(source, revision)
+    if model_type == "transformer":
+        naming, read_config = "fla", config_from_fla
+    elif any(name.endswith(".self_attention_res_proj.weight") for name in checkpoint.weight_map):
+        naming, read_config = "kimi", config_from_kimi
+    else:
+        raise ValueError(
+            f"`{source}` (a `{model_type}`) is neither fla's `transformer` nor has it tensors named"
+            " `self_attention_res_proj` as in Kimi's naming."
+        )
+
+    with config_errors_explained(str(source)):
+        config = read_config(checkpoint)
+
+    names = query_names(naming, checkpoint, config)
+    missing = [name for pair in names for name in pair if name not in checkpoint.weight_map]
+    if missing:
+        raise ValueError(f"`{source}` lacks {len(missing)} tensors of depth attention, among them `{missing[0]}`.")
+    tensors = checkpoint.tensors([name for pair in names for name in pair])
+    for name, tensor in tensors.items():
+        if tensor.numel() != config.hidden_size:
+            raise ValueError(
+                f"`{name}` of `{source}` has shape {list(tensor.shape)}, not {config.hidden_size} numbers."
+            )
+    query, key_norm = (torch.stack([tensors[name].flatten().float() for name in column]) for column in zip(*names))
+
+    def rename(name: str) -> str | None:
+        if name in tensors:
+            return None
+        if naming == "fla":
+            for old, new in FLA_TO_LLAMA.items():
+                name = name.replace(old, new)
+        return name
+
+    return write_checkpoint(
+        f"Import from {naming}",
+        checkpoint,
+        path,
+        config,
+        add=dict(zip((f"model.{name}" for name in QUERY_NAMES), (query, key_norm))),
+        rename=rename,
+    )
+
+
+def export_checkpoint(
+    source: str | Path, destination: str | Path, naming: str, *, force: bool = False, revision: str | None = None
+) -> ConversionReport:
+    """Write an AttnRes checkpoint in Kimi's naming (`naming="kimi"`) or for fla (`naming="fla"`).
+
+    Queries and key norms are written in the checkpoint's dtype where that loses nothing, and in fp32 otherwise.
+
+    Args:
+        source: folder or Hub id.
+        destination: folder to write, which must not exist or be empty.
+        force: also if epsilons that the other side cannot express make a small difference.
+        revision: branch, tag or commit of a Hub id.
+
+    Raises:
+        ValueError: if the other side cannot express the model, with the reason.
+        OSError: if files cannot be found, read or written.
+    """
+    if naming not in SITE_NAMES:
+        raise ValueError(f"`naming={naming!r}` is not known; it is one of {', '.join(SITE_NAMES)}.")
+    path = check_destination(destination, source)
+    model_type = read_config_dict(source, revision)["model_type"]
+    if model_type != AttnResConfig.model_type:
+        kind = "a multimodal" if model_type == "attnres_multimodal" else f"a `{model_type}`"
+        raise ValueError(f"`{source}` is {kind} checkpoint, not that of an `AttnResForCausalLM`.")
+    checkpoint = open_checkpoint(source, revision)
+    if not checkpoint.has_lm_head:
+        raise ValueError(f"`{source}` is not a causal LM, the kind that is exchanged.")
+    config = checkpoint.config
+    other_read = Read.of(config).in_words()
+    if other_read:
+        raise ValueError(
+            f"`{source}` has reads over depth that {naming} does not know ({other_read}): there they have one head,"
+            " learned queries, a softmax, and the sum of the open block."
+        )
+    notes = []
+    if config.attn_res_scale_norm_eps:
+        notes.append("its reads are multiplied by their number of sources")
+    if config.attn_res_norm_eps != norm_eps(config):
+        notes.append(
+            f"the epsilon of its key norms is {config.attn_res_norm_eps}, and that of its others {norm_eps(config)}"
+        )
+    if notes and not force:
+        them = "it" if len(notes) == 1 else "both"
+        sentences = " ".join(f"{note[0].upper()}{note[1:]}." for note in notes)
+        raise ValueError(
+            f"`{source}` has what {naming} cannot express. {sentences}"
+            f" What that changes is small and seldom matters: `--force` writes the checkpoint without {them}."
+        )
+    exported = config_to_fla(checkpoint) if naming == "fla" else config_to_kimi(checkpoint)
+
+    own_names = [checkpoint.prefix + name for name in QUERY_NAMES]
+    query, key_norm = checkpoint.tensors(own_names).values()
+    add = {}
+    for names, weight, norm in zip(query_names(naming, checkpoint, config), query, key_norm, strict=True):
+        add |= dict(zip(names, (in_dtype_if_exact(weight, config.dtype)[None], in_dtype_if_exact(norm, config.dtype))))
+
+    def rename(name: str) -> str | None:
+        if name in own_names:
+            return None
+        if naming == "fla":
+            for old, new in FLA_TO_LLAMA.items():
+                name = name.replace(new, old)
+        return name
+
+    return write_checkpoint(
+        f"Export to {naming}",
+        checkpoint,
+        path,
+        exported,
+        add=add,
+        rename=rename,
+        notes=[f"left out: {note}" for note in notes],
+    )
+
+
+def query_names(naming: str, checkpoint: Checkpoint, config: AttnResConfig) -> list[tuple[str, str]]:
+    """Names of the query and the key norm of every site, in the order of depth.
+
+    Raises:
+        ValueError: if the layers are not `model.layers`, or do not read twice each.
+    """
+    base = config.base_model_type
+    others = sorted({*config.sublayers_per_layer()} - {2})
+    if others:
+        raise ValueError(
+            f"`{checkpoint.name}` cannot be exchanged: {naming} has two queries a layer, and layers of `{base}` read"
+            f" {' or '.join(map(str, others))} times."
+        )
+    if not any(name.startswith("model.layers.") for name in checkpoint.weight_map):
+        raise ValueError(
+            f"`{checkpoint.name}` cannot be exchanged: {naming} has queries in `model.layers`, and `{base}` names its"
+            " layers otherwise."
+        )
+    attention, mlp, final = SITE_NAMES[naming]
+    sites = [f"model.layers.{i}.{name}" for i in range(config.num_hidden_layers) for name in (attention, mlp)]
+    return [(f"{site}_proj.weight", f"{site}_norm.weight") for site in [*sites, f"model.{final}"]]
+
+
+def in_dtype_if_exact(tensor: torch.Tensor, dtype: torch.dtype | None) -> torch.Tensor:
+    """The tensor in the dtype, or as it is if that would change a value."""
+    narrowed = tensor.to(dtype or tensor.dtype)
+    return narrowed.contiguous() if torch.equal(narrowed.to(tensor.dtype), tensor) else tensor.contiguous()
+
+
+def norm_eps(config: PreTrainedConfig) -> float:
+    for name in ("rms_norm_eps", "layer_norm_eps", "norm_eps", "norm_epsilon"):
+        if hasattr(config, name):
+            return getattr(config, name)
+    raise ValueError(f"`{config.base_model_type}` has no epsilon of its norms to share with key norms.")
+
+
+def config_from_kimi(checkpoint: Checkpoint) -> AttnResConfig:
+    """Kimi's `attn_res_block_size` is a field beside the base's own ones and counts decoder layers."""
+    config_dict, _ = PreTrainedConfig.get_config_dict(checkpoint.folder)  # in which infinity is a number again
+    num_layers = config_dict.pop("attn_res_block_size", None)
+    if not isinstance(num_layers, int) or num_layers < 1:
+        raise ValueError(
+            f"`{checkpoint.name}` has Kimi's tensor names, but `attn_res_block_size={num_layers!r}` is no number of"
+            " layers."
+        )
+    base_config = base_config_class(config_dict["model_type"]).from_dict(config_dict)
+    config = AttnResConfig.from_base_config(base_config, block_size=2 * num_layers)
+    config.attn_res_norm_eps = norm_eps(config)
+    return config
+
+
+def config_to_kimi(checkpoint: Checkpoint) -> dict:
+    config = checkpoint.config
+    if config.attn_res_block_size % 2:
+        raise ValueError(
+            f"`{checkpoint.name}` has blocks of {config.attn_res_block_size} sublayers; Kimi counts decoder layers, of"
+            " two sublayers each, so only even sizes can be written."
+        )
+    base_config = json.loads(config.to_base_config().to_json_string())
+    return {**base_config, "attn_res_block_size": config.attn_res_block_size // 2}
+
+
+def config_from_fla(checkpoint: Checkpoint) -> AttnResConfig:
+    """fla's `TransformerConfig` as that of the base with the same parts."""
+    values = {**FLA_DEFAULTS, **checkpoint.config_dict}
+    refuse_what_no_base_has(values, checkpoint.name)
+    base_model_type = base_with_parts_of(values)
+    intermediate_size = values["intermediate_size"]
+    if intermediate_size is None:  # fla's rule: 2/3 of the ratio, up to the next multiple of 256
+        intermediate_size = 256 * -(-int(values["hidden_size"] * values["hidden_ratio"] * 2 / 3) // 256)
+    base_kwargs = {
+        "vocab_size": values["vocab_size"],
+        "hidden_size": values["hidden_size"],
+        "intermediate_size": intermediate_size,
+        "num_hidden_layers": values["num_hidden_layers"],
+        "num_attention_heads": values["num_heads"],
+        "num_key_value_heads": values["num_kv_heads"] or values["num_heads"],
+        "head_dim": values["hidden_size"] // values["num_heads"],
+        "hidden_act": "silu",
+        "max_position_embeddings": values["max_position_embeddings"],
+        "rms_norm_eps": values["norm_eps"],
+        "initializer_range": values["initializer_range"],
+        "rope_parameters": {"rope_type": "default", "rope_theta": values["rope_theta"]},
+        "tie_word_embeddings": values["tie_word_embeddings"],
+        "pad_token_id": values.get("pad_token_id"),
+        "bos_token_id": values["bos_token_id"],
+        "eos_token_id": values["eos_token_id"],
+        "dtype": values.get("dtype", values.get("torch_dtype")),
+        "architectures": ["AttnResForCausalLM"],
+    }
+    if base_model_type == "qwen2":
+        del base_kwargs["head_dim"]  # it follows from the other two
+    if base_model_type == "mistral":
+        base_kwargs["sliding_window"] = values["window_size"]
+    elif base_model_type != "llama" and values["window_size"] is not None:
+        base_kwargs |= {"use_sliding_window": True, "sliding_window": values["window_size"], "max_window_layers": 0}
+    return AttnResConfig(
+        base_model_type=base_model_type,
+        attn_res_block_size=values["attnres_block_size"],
+        attn_res_norm_eps=values["norm_eps"],
+        **base_kwargs,
+    )
+
+
+def refuse_what_no_base_has(values: dict[str, Any], name: str):
+    """Raise a `ValueError` for values of fla's config that no supported base can express."""
+
+    def refuse(field: str, reason: str):
+        raise ValueError(f"`{name}` cannot be imported: `{field}={values[field]!r}`, {reason}.")
+
+    if values["attnres_block_size"] is None:
+        refuse("attnres_block_size", "so it has no depth attention")
+    if values["hidden_act"] != "swish":
+        refuse("hidden_act", "no supported base has that activation")
+    if values["rope_theta"] is None:
+        refuse("rope_theta", "no supported base goes without rotary embeddings")
+    if values["qk_norm"] and values["norm_eps"] != FLA_QK_NORM_EPS:
+        refuse("norm_eps", f"while its query and key norms use {FLA_QK_NORM_EPS}; Qwen3 has one epsilon for all")
+    if values["qk_norm"] and values["qkv_bias"]:
+        refuse("qk_norm", "with biases as well no supported base has")
+
+
+def base_with_parts_of(values: dict[str, Any]) -> str:
+    if values["qk_norm"]:
+        return "qwen3"
+    if values["qkv_bias"]:
+        return "qwen2"
+    return "llama" if values["window_size"] is None else "mistral"
+
+
+def config_to_fla(checkpoint: Checkpoint) -> dict:
+    config, base_model_type = checkpoint.config, checkpoint.config.base_model_type
+
+    def refuse(reason: str):
+        raise ValueError(f"`{checkpoint.name}` cannot be exported to fla: {reason}.")
+
+    if base_model_type not in FLA_BASES:
+        refuse(f"its one architecture has the parts of {', '.join(FLA_BASES)}, not of {base_model_type}")
+    size = config.attn_res_block_size
+    if size != 1 and size % 2:
+        refuse(f"blocks of {size} sublayers; there the size is 1 or even")
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    if head_dim * config.num_attention_heads != config.hidden_size:
+        refuse(f"{config.num_attention_heads} heads of {head_dim} do not make a hidden size of {config.hidden_size}")
+    if config.rope_parameters["rope_type"] != "default":
+        refuse(f"rope scaling `{config.rope_parameters['rope_type']}`")
+    if config.hidden_act != "silu":
+        refuse(f"`hidden_act={config.hidden_act!r}`")
+    for bias in ("attention_bias", "mlp_bias"):
+        if getattr(config, bias, False):
+            refuse(f"`{bias}=True`")
+    if base_model_type == "qwen3" and config.rms_norm_eps != FLA_QK_NORM_EPS:
+        refuse(f"its query and key norms use {FLA_QK_NORM_EPS}, these `rms_norm_eps={config.rms_norm_eps}`")
+    windows = {getattr(config, "sliding_window", None)}
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is not None:
+        windows = {config.sliding_window if kind == "sliding_attention" else None for kind in layer_types}
+    if len(windows) > 1:
+        refuse("some layers have a sliding window, others not")
+    return {
+        "architectures": ["TransformerForCausalLM"],
+        "model_type": "transformer",
+        "attnres_block_size": size,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "qkv_bias": base_model_type == "qwen2",
+        "qk_norm": base_model_type == "qwen3",
+        "window_size": windows.pop(),
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_act": "swish",
+        "norm_eps": config.rms_norm_eps,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "pad_token_id": config.pad_token_id,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "dtype": str(config.dtype or torch.float32).removeprefix("torch."),
+    }

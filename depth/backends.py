@@ -1,0 +1,224 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""Which code computes reads over depth: plain torch anywhere, kernels on GPUs where they are right and faster.
+
+A backend is a module with functions on tensors; `depth_attention` asks here in front of every one of them:
+
+- `torch`: those of `depth_attention` itself. It is always there;
+- `triton`: the kernels of `triton_kernels`;
+- `fla`: one kernel of flash-linear-attention for a read in training, and those of `triton` for all else.
+
+By default (`auto`) those that are installed are tried where the first read happens, on a few numbers and then for
+their time, and the fastest one that computes what the definition says is taken. `set_backend`, or the environment
+variable `ATTNRES_BACKEND`, chooses one; `attnres env` shows what is chosen and why. Two runs may choose differently
+where two backends are about as fast: a run that has to be repeated bit for bit needs one that was chosen.
+"""
+
+import functools
+import importlib
+import os
+import threading
+from collections.abc import Callable, Sequence
+from types import ModuleType
+
+import torch
+from transformers.utils import logging
+
+
+logger = logging.get_logger(__name__)
+
+BACKENDS = ("auto", "reference", "torch", "triton", "fla")
+INSTALL = {"triton": "pip install triton", "fla": "pip install flash-linear-attention"}
+NOT_INSTALLED, WITHOUT_TRITON = "not installed", "goes with `triton`"
+_backend = "auto"
+_trial = threading.local()
+
+
+def set_backend(name: str):
+    """Choose how reads over depth are computed, in all models of this process.
+
+    Args:
+        name: `reference`, plain operations without a backward pass of their own or a block cache, to compare with;
+            `torch`; `triton` and `fla`, kernels for GPUs, where tensors are on one, in fp32 or a half precision, and
+            the model is not compiled (a compiler fuses by itself), and `torch` otherwise; `auto`, the default, which
+            is the fastest of these on a GPU whose results are right in a trial at the first read.
+
+    Raises:
+        ValueError: if there is no such backend, or not here.
+    """
+    global _backend
+    if name not in BACKENDS:
+        raise ValueError(f"`{name}` is not a backend; there are {', '.join(BACKENDS)}.")
+    if name in INSTALL:
+        if not torch.cuda.is_available() and (name == "fla" or not _is_interpreted()):
+            way_out = ", or TRITON_INTERPRET=1 to try it slowly on a CPU" if name == "triton" else ""
+            raise ValueError(f"The backend `{name}` needs a GPU{way_out}.")
+        try:
+            _module(name)
+        except ModuleNotFoundError as error:
+            package = "Triton" if name == "triton" else "flash-linear-attention"
+            raise ValueError(f"The backend `{name}` needs {package}: {INSTALL[name]}") from error
+    _backend = name
+
+
+def get_backend() -> str:
+    """The name of the backend that `set_backend` or `ATTNRES_BACKEND` has chosen."""
+    return _backend
+
+
+def uses_definition() -> bool:
+    """Whether reads are to be computed by definition: where that is chosen, and within transforms of `torch.func`."""
+    return _backend == "reference" or torch._C._are_functorch_transforms_active()
+
+
+def _is_interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module("attnres.depth.triton_kernels" if name == "triton" else "fla.ops.attnres")
+
+
+def kernels() -> ModuleType:
+    return _module("triton")
+
+
+def use_kernels(tensor: torch.Tensor) -> bool:
+    """Whether operations on this tensor are those of `triton_kernels`."""
+    return backend_of(tensor) in ("triton", "fla")
+
+
+def backend_of(tensor: torch.Tensor) -> str:
+    """What computes reads over sources like this one: `reference`, `torch`, `triton` or `fla`."""
+    if uses_definition():
+        return "reference"
+    if not tensor.is_cuda and not (_backend == "triton" and _is_interpreted()):
+        return "torch"
+    if _backend == "torch" or tensor.dtype == torch.float64 or torch.compiler.is_compiling():
+        return "torch"
+    if type(tensor) is not torch.Tensor:  # which may have no memory of its own: fake tensors, distributed ones
+        return "torch"
+    if _backend != "auto":
+        return _backend
+    running = getattr(_trial, "running", None)  # by this thread
+    return running or choose(tensor.device, tensor.dtype)
+
+
+@functools.cache
+def choose(device: torch.device, dtype: torch.dtype) -> str:
+    """The fastest backend that is right on this device, with a warning about each that is not.
+
+    Triton depends on the GPU, its driver and a compiler on the machine. Nothing is said of what is not installed.
+    """
+    results = trial(device, dtype)
+    for name, result in results.items():
+        if isinstance(result, str) and result not in (NOT_INSTALLED, WITHOUT_TRITON):
+            logger.warning(
+                f"Reads over depth do without `{name}` for {dtype} on {device}, where a trial of it failed"
+                f" (`attnres.set_backend('torch')` does without a trial): {result}"
+            )
+    seconds = {name: result for name, result in results.items() if isinstance(result, float)}
+    return min(seconds, key=seconds.__getitem__, default="torch")
+
+
+@functools.cache
+def trial(device: torch.device, dtype: torch.dtype) -> dict[str, float | str]:
+    """By backend the seconds that a read in training takes on a device, forward and backward, or why it does not."""
+    results: dict[str, float | str] = {}
+    for name in ("torch", "triton", "fla"):
+        try:
+            if name == "fla" and not isinstance(results["triton"], float):
+                results[name] = WITHOUT_TRITON
+                continue
+            if name == "triton":
+                kernels().try_on(device, dtype)
+            elif name == "fla":
+                check_fused_read(device, dtype)
+            results[name] = _seconds_of(name, device, dtype)
+        except ModuleNotFoundError:
+            results[name] = NOT_INSTALLED
+        except Exception as error:
+            results[name] = f"{type(error).__name__}: {error}"
+    return results
+
+
+def fused_read(query: torch.Tensor, sources: Sequence[torch.Tensor], eps: float) -> torch.Tensor:
+    """fla's kernel for a read of all sources at once: arguments and mix as of `depth_attention`."""
+    sources = [source.contiguous() for source in sources]
+    return _module("fla").fused_attnres(query, sources, torch.ones_like(query), eps)
+
+
+def describe() -> list[str]:
+    """In a line for each device and dtype: which backend computes reads there, and why."""
+    on_cpu = backend_of(torch.empty(0))
+    lines = [f"cpu: {on_cpu}, {'as was chosen' if on_cpu == _backend else 'as kernels are for GPUs'}"]
+    for index in range(torch.cuda.device_count()):
+        device = torch.device("cuda", index)
+        for dtype in (torch.float32, torch.bfloat16, torch.float16):
+            where = f"{device} ({torch.cuda.get_device_name(device)}), {dtype}"
+            if _backend != "auto":
+                lines.append(f"{where}: {_backend}, as was chosen")
+                continue
+            results = [
+                f"{name} {f'{1000 * result:.2f} ms' if isinstance(result, float) else result}"
+                for name, result in trial(device, dtype).items()
+            ]
+            lines.append(f"{where}: {choose(device, dtype)}, by a trial of a read ({', '.join(results)})")
+    return lines
+
+
+def check_fused_read(device: torch.device, dtype: torch.dtype):
+    """Hold fla's kernel to the definition on a few numbers: its mix and its gradients.
+
+    Raises:
+        ArithmeticError: if it computes something else.
+    """
+    from .attention import depth_attention_reference
+
+    generator = torch.Generator("cpu").manual_seed(0)
+    # A hidden size that is no power of 2
+    numbers = [torch.randn(shape, generator=generator).to(device, dtype) for shape in ((96,), *[(2, 5, 96)] * 4)]
+    query, grad, *sources = numbers
+
+    def results(dtype: torch.dtype, function: Callable) -> list[torch.Tensor]:
+        leaves = [tensor.to(dtype).requires_grad_() for tensor in (query, *sources)]
+        mix = function(leaves[0], leaves[1:])
+        return [mix, *torch.autograd.grad(mix, leaves, grad.to(dtype))]
+
+    with torch.enable_grad(), torch.inference_mode(False):
+        actual = results(dtype, lambda query, sources: fused_read(query, sources, 1.0))
+        expected = results(torch.float64, lambda query, sources: depth_attention_reference(query, sources, 1.0)[0])
+    # In fp32 sums of 96 products, in a half precision the rounding of the result and of what it is made of
+    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
+    for what, result, definition in zip(("mix", *["gradient"] * 4), actual, expected):
+        error = (result.double() - definition).abs().max() / definition.abs().max()
+        if not error <= tolerance:
+            raise ArithmeticError(f"its {what} is off by {error:.1e}")
+
+
+@torch.inference_mode(False)
+def _seconds_of(name: str, device: torch.device, dtype: torch.dtype) -> float:
+    """A read of four sources of 2,048 tokens with 1,024 numbers each."""
+    from torch.utils.benchmark import Timer
+
+    from .attention import depth_attention
+
+    generator = torch.Generator(device).manual_seed(0)  # of its own, or the trial would change the run it is a part of
+    numbers = torch.randn(5, 1, 2048, 1024, device=device, generator=generator).to(dtype).requires_grad_()
+    query = torch.zeros(1024, device=device, requires_grad=True)
+
+    def read():
+        *sources, grad = numbers.unbind(0)
+        mix = fused_read(query, sources, 1e-6) if name == "fla" else depth_attention(query, sources, 1e-6)[0]
+        torch.autograd.grad(mix, [query, numbers], grad)
+
+    _trial.running = name
+    try:
+        with torch.enable_grad():
+            return Timer("read()", globals={"read": read}).blocked_autorange(min_run_time=0.05).median
+    finally:
+        _trial.running = None
+
+
+if os.environ.get("ATTNRES_BACKEND"):
+    set_backend(os.environ["ATTNRES_BACKEND"])
+    logger.warning(f"ATTNRES_BACKEND={_backend} chooses how reads over depth are computed, in place of a trial.")

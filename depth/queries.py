@@ -1,0 +1,170 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The parameters that depth attention adds to a model: for each site a query and the weight of its key norm."""
+
+import copy
+import sys
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from transformers import initialization as init
+
+from ..configuration_attnres import AttnResConfig
+from .reads import Read
+
+
+class AttnResDepthQueries(nn.Module):
+    """The pseudo-queries and key-norm weights of all sites. Zero queries read the mean of all sources.
+
+    Queries that see the input have a projection of it in place of the vector, or beside it: `projection`, or
+    `projection_down` and `projection_up` if it has a rank.
+    """
+
+    def __init__(self, config: AttnResConfig):
+        super().__init__()
+        self.block_size, self.read = config.attn_res_block_size, Read.of(config)
+        self.std = getattr(config, "initializer_range", 0.02)  # of bases that have none, transformers' own
+        num_sites, hidden_size, rank = config.num_sites, config.hidden_size, self.read.query_rank
+        # Small steps away from zero vanish in half precision, so these are at least fp32 in every model
+        dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.zeros(num_sites, *shape, dtype=dtype))
+
+        if self.read.query != "input":
+            self.query = parameter(hidden_size)
+        self.key_norm = nn.Parameter(torch.ones(num_sites, hidden_size, dtype=dtype))
+        if self.read.query != "learned":
+            if rank is None:
+                self.projection = parameter(hidden_size, hidden_size)
+            else:
+                self.projection_down, self.projection_up = parameter(rank, hidden_size), parameter(hidden_size, rank)
+        self.reset()
+
+    @torch.no_grad()
+    def reset(self):
+        """Set the queries to zero. Of two factors of a projection one is random: two zeros would not learn."""
+        for name, tensor in self.named_parameters(recurse=False):
+            if name == "key_norm":
+                init.ones_(tensor)
+            elif name == "projection_up":
+                init.normal_(tensor, std=self.std)
+            else:
+                init.zeros_(tensor)
+
+    def forward(self) -> tuple[torch.Tensor, ...]:
+        """The folded queries `query * key_norm`, `[sites, hidden]`, and what makes queries of the input.
+
+        Scores of learned queries depend on the product alone. If queries see the input, the key norms and projections
+        follow, as `InputStream` takes them.
+        """
+        dtype = torch.promote_types(self.key_norm.dtype, torch.float32)
+        key_norm = self.key_norm.to(dtype)
+        folded = torch.zeros_like(key_norm) if self.read.query == "input" else self.query.to(dtype) * key_norm
+        if self.read.query == "learned":
+            return (folded,)
+        names = ("projection",) if self.read.query_rank is None else ("projection_down", "projection_up")
+        return folded, key_norm, *(getattr(self, name).to(dtype) for name in names)
+
+    def read_of(self, config: AttnResConfig) -> Read:
+        """How sources are read. Raises a `ValueError` if the config was changed since the queries were made."""
+        if self.block_size != config.attn_res_block_size:
+            raise ValueError(
+                f"`attn_res_block_size={config.attn_res_block_size}` was set in the config of a model that was made"
+                f" with {self.block_size}. Make a new model of the config, with the weights of this one."
+            )
+        read = Read.of(config)
+        if read != self.read:
+            raise ValueError(
+                f"The config of a model that was made for {self.read} was changed to {read}. Make a new model of"
+                " the config."
+            )
+        return read
+
+    def zeros_at_first(self) -> list[torch.Tensor]:
+        """The parameters, `[sites, ...]`, that make every read the mean of its sources when all of them are zero."""
+        return [getattr(self, name) for name in ("query", "projection", "projection_down") if hasattr(self, name)]
+
+    def are_zero(self) -> bool:
+        return not any(tensor.any() for tensor in self.zeros_at_first())
+
+    def _apply(self, fn: Callable, recurse: bool = True):
+        # `model.half()` and `model.to(torch.bfloat16)` come through here
+        def keep_wide(tensor: torch.Tensor) -> torch.Tensor:
+            applied = fn(tensor)
+            return tensor.to(applied.device) if applied.dtype in (torch.float16, torch.bfloat16) else applied
+
+        return super()._apply(keep_wide, recurse)
+
+    def __deepcopy__(self, memo: dict):
+        # CODEPATH: PEFT's wrapper of a module passes on what it does not have itself, also this method: `deepcopy(x)`
+        # of a wrapper arrives here, and has to copy the wrapper
+        wrapper = sys._getframe(1).f_locals.get("x", self)
+        if wrapper is not self and hasattr(wrapper, "modules_to_save"):
+            return copy._reconstruct(wrapper, memo, *wrapper.__reduce_ex__(4))  # type: ignore[attr-defined]
+        is_adapter = not memo
+        copied = type(self).__new__(type(self))
+        memo[id(self)] = copied
+        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
+        # CODEPATH: PEFT trains and saves a copy of this module alone (within a copy of a model the memo has the
+        # model). Shapes of queries do not tell how sublayers were divided into blocks, so what an adapter saves does
+        if is_adapter:
+            copied.trained_block_size = nn.Buffer(self.trained_for)
+        return copied
+
+    @property
+    def trained_for(self) -> torch.Tensor:
+        """The block size; if reads are not the paper's own, the numbers of their fields behind it."""
+        if self.read == Read():
+            return torch.tensor(self.block_size)
+        return torch.tensor([self.block_size, *self.read.numbers()])
+
+    def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
+        try:
+            self.check_trained_for(state_dict.get(f"{prefix}trained_block_size"))
+        except ValueError as error:
+            errors.append(str(error))
+        super()._load_from_state_dict(state_dict, prefix, local_metadata, strict, missing, unexpected, errors)
+
+    def check_trained_for(self, numbers: torch.Tensor | None):
+        """Raise a `ValueError` if an adapter was trained for other blocks than this model's, or to be read otherwise.
+
+        Args:
+            numbers: `trained_for` in the adapter's file; a model's file has none.
+        """
+        if numbers is None:
+            return
+        block_size, *of_read = numbers.flatten().tolist()
+        if block_size != self.block_size:
+            raise ValueError(
+                f"The adapter's depth queries were trained with `attn_res_block_size={block_size}` and this model"
+                f" has {self.block_size}: the same queries would read from other sources. Load it on a conversion of"
+                " the base with the adapter's block size."
+            )
+        read = Read.of_numbers(of_read) if of_read else Read()
+        if read != self.read:
+            raise ValueError(
+                f"The adapter's depth queries were trained for {read or 'a read that is not known here'}, and this"
+                f" model has {self.read}: the same queries would read something else. Load it on a conversion of the"
+                " base with the adapter's fields."
+            )
+
+
+def fold_queries(depth_queries: nn.Module) -> tuple[torch.Tensor, ...]:
+    """What the forward of a model's depth queries gives, which PEFT may have wrapped."""
+    # CODEPATH: in a batch of several adapters PEFT passes their names to the wrapped module by a hook. Its wrapper of
+    # whole modules cannot mix adapters, and would silently use the base's queries
+    for hook in depth_queries._forward_pre_hooks.values():
+        names = set(getattr(hook, "keywords", {}).get("adapter_names", ()))
+        if not names:
+            continue
+        with_queries = sorted(names & set(depth_queries.modules_to_save))
+        if with_queries:
+            raise ValueError(
+                "`adapter_names` cannot be used with adapters that have depth queries of their own"
+                f" (`modules_to_save`), here {', '.join(with_queries)}: the samples of a batch share one set of"
+                " queries. Load the model again, as PEFT keeps the names of a call that failed, and run a batch"
+                " for each of these adapters, after `set_adapter`."
+            )
+        return depth_queries.original_module()
+    return depth_queries()

@@ -1,0 +1,468 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""Model cards of AttnRes checkpoints, from what lies in their folders.
+
+`card.md.jinja` is the template. The cards of published checkpoints lie beside it.
+"""
+
+import hashlib
+from collections import Counter
+from dataclasses import asdict
+from importlib import resources
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+import torch
+from huggingface_hub import HfApi, ModelCard, ModelCardData
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.repocard import REGEX_YAML_BLOCK
+from huggingface_hub.repocard_data import eval_results_to_model_index
+from huggingface_hub.utils import validate_repo_id
+from safetensors import safe_open
+from transformers import AutoModelForImageTextToText
+
+from .. import __version__
+from ..checkpoints.checkpoint import REPORT_NAMES, ZERO_AT_FIRST, Checkpoint, open_checkpoint
+from ..configuration_attnres import AttnResConfig
+from ..depth.reads import Read
+from ..checkpoints.fingerprint import checkpoint_fingerprint
+from ..utils.installation import how_to_install
+from ..utils.markup import Markdown, code, escaped, plain_markdown, render, sentence
+from ..utils.files import write_file
+from ..checkpoints.reports import SourceWeights, VerificationReport
+from ..utils.untrusted import file_inside, in_one_line, parse_json, parse_yaml, read_inside
+
+
+if TYPE_CHECKING:
+    from ..modeling_attnres import AttnResPreTrainedModel
+
+
+PIPELINE_TAGS = {
+    "AttnResForCausalLM": "text-generation",
+    "AttnResForConditionalGeneration": "image-text-to-text",
+    "AttnResForSequenceClassification": "text-classification",
+    "AttnResForTokenClassification": "token-classification",
+    "AttnResForQuestionAnswering": "question-answering",
+    "AttnResModel": "feature-extraction",
+}
+# In the metadata of a card: what the weights were made from, see `SourceWeights`
+WEIGHTS_ENTRY = "attnres_source_weights"
+# Of the base's metadata, what holds for a conversion of it
+INHERITED = ("license", "license_name", "license_link", "language", WEIGHTS_ENTRY)
+# Of a table of `attnres eval`, which has some kilobytes
+MAX_TABLE_BYTES = 2**20
+# What a checkpoint that carries its code consists of, see `saving_attnres.REMOTE_CODE_AUTO_MAP`
+CODE_FILES = (
+    *("attn_res_fields.py", "base_classes.py", "base_config.py", "configuration_attnres.py", "depth_attention.py"),
+    *("depth_backends.py", "depth_forward.py", "depth_pipeline.py", "depth_probe.py", "depth_queries.py"),
+    *("depth_reads.py", "depth_stream.py", "generation_attnres.py", "library_lookups.py", "modeling_attnres.py"),
+    "saving_attnres.py",
+)
+
+
+def code_files() -> dict[str, bytes]:
+    """The model code that goes with a checkpoint onto the Hub, by file name."""
+    package = resources.files(__package__.rpartition(".")[0])
+    return {name: package.joinpath(name).read_bytes() for name in CODE_FILES}
+
+
+def code_metadata() -> dict[str, str]:
+    """Which code it is: the version of the package, and a hash over the files."""
+    digest = hashlib.sha256(b"".join(code_files().values())).hexdigest()
+    return {"attnres_version": __version__, "attnres_code_sha256": digest}
+
+
+def render_model_card(
+    config: AttnResConfig,
+    query: torch.Tensor,
+    *,
+    title: str,
+    repo_id: str,
+    metadata: dict[str, Any] | None = None,
+    report: dict[str, Any] | None = None,
+    parity: str | None = None,
+    evaluation: str | None = None,
+    weights: SourceWeights | None = None,
+    figures: list[Path] | None = None,
+    inspection: dict[str, Any] | None = None,
+    differences: bool = False,
+    training: dict[str, Any] | None = None,
+    multimodal: str | None = None,
+    with_code: bool = True,
+) -> ModelCard:
+    """The card of an AttnRes model.
+
+    Args:
+        config: of the model, or of the language model in a multimodal one.
+        query: the queries, or all that is zero at first in what makes them, `[sites, n]`.
+        repo_id: what to load the model by in the examples.
+        metadata: entries of the card's metadata, such as `base_model` and `license`.
+        report, parity: what `conversion_report.json` holds, and its verification as Markdown.
+        evaluation: a table, as Markdown, whose links and HTML are shown as text.
+        weights: what the model's were made from, where that was not a checkpoint of plain numbers.
+        figures: paths of pictures relative to the card.
+        inspection: what they were drawn from, see `_inspection`.
+        differences: whether there is a plot of the evaluation.
+        training: of a fine-tuned model `base`, `mode`, `dataset`, `steps`, and the held-out loss `before` and `after`.
+        multimodal: the name of the Auto class by which a multimodal model is loaded, with the code of its base.
+        with_code: whether the code of the model goes with it.
+    """
+    metadata = {
+        **code_metadata(),
+        "library_name": "transformers",
+        "pipeline_tag": PIPELINE_TAGS[(config.architectures or ["AttnResForCausalLM"])[0]],
+        **(metadata or {}),
+    }
+    tags = metadata.get("tags") or []
+    tags = [tags] if isinstance(tags, str) else tags
+    metadata["tags"] = list(dict.fromkeys([*tags, "attnres", "attention-residuals"]))
+    num_sublayers, size = config.num_sites - 1, config.attn_res_block_size
+    counts = config.sublayers_per_layer()
+    kinds = "".join("AM" if count == 2 else "S" * count for count in counts)
+    legends = {"A": "A: attention, M: MLP", "S": "S: all that a layer adds at once"}
+    norms = query.float().norm(dim=-1)
+    is_made_of_other = is_made_of_other_weights(metadata, report, weights)
+    if weights is not None and is_made_of_other and weights.quantized and not norms.any() and training is None:
+        metadata.setdefault("base_model_relation", "quantized")  # as the Hub has it; otherwise it takes a fine-tune
+    return _rendered(
+        "card.md.jinja",
+        metadata,
+        title=title,
+        repo_id=repo_id,
+        config=config,
+        base_model=linked_base(metadata),
+        is_made_of_other=is_made_of_other,
+        weights=weights,
+        read=sentence(Read.of(config).in_words()),
+        query_norm=norms.max().item(),
+        num_trained=norms.count_nonzero().item(),
+        blocks=[" " * start + kinds[start : start + size] for start in range(0, num_sublayers, size)],
+        num_sublayers=num_sublayers,
+        legend=", ".join(legend for kind, legend in legends.items() if kind in kinds),
+        short=num_sublayers % size,
+        report=report,
+        parity=None if parity is None else Markdown(parity),
+        evaluation=None if evaluation is None else plain_markdown(evaluation),
+        figures=[_picture(path) for path in figures or ()],
+        inspection=inspection,
+        differences=differences,
+        training=training,
+        multimodal=multimodal,
+        with_code=with_code,
+    )
+
+
+def _rendered(template: str, metadata: dict[str, Any], **values: Any) -> ModelCard:
+    """A card of a template, by which everything is escaped that is not ours; metadata are, as YAML."""
+    values = {name: _in_words(value) if isinstance(value, SourceWeights) else value for name, value in values.items()}
+    try:
+        card_data = Markdown(ModelCardData(**metadata).to_yaml())
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"The metadata of the card are not valid ({type(error).__name__}: {error}).") from None
+    return ModelCard(
+        render(
+            __package__,
+            template,
+            card_data=card_data,
+            how_to_install=lambda *extra: Markdown(how_to_install(*extra)),
+            **values,
+        )
+    )
+
+
+def _in_words(weights: SourceWeights) -> dict[str, Any]:
+    return {**asdict(weights), "in_words": sentence(weights.in_words())}
+
+
+def is_made_of_other_weights(
+    metadata: dict[str, Any], report: dict[str, Any] | None, weights: SourceWeights | None
+) -> bool:
+    """Whether the base that a card names has other weights than the model was made from: those before quantisation."""
+    bases = metadata.get("base_model")
+    source = None if report is None else report.get("source")
+    return weights is not None and bool(bases) and source not in (bases if isinstance(bases, list) else [bases])
+
+
+def linked_base(metadata: dict[str, Any]) -> Markdown | None:
+    """The base that metadata name, the first of several, with a link if it is an id that the Hub can have."""
+    base_model = metadata.get("base_model")
+    base_model = next(iter(base_model), None) if isinstance(base_model, list) else base_model
+    if not base_model:
+        return None
+    try:
+        validate_repo_id(base_model)
+    except HFValidationError:
+        return code(base_model)
+    return Markdown(f"[{escaped(base_model)}](https://huggingface.co/{quote(base_model)})")
+
+
+def _picture(path: Path) -> Markdown:
+    return Markdown(f"![{escaped(path.stem.replace('_', ' '))}]({quote(path.as_posix())})")
+
+
+def write_adapter_card(
+    folder: str | Path, *, title: str, repo_id: str, metadata: dict[str, Any], training: dict[str, Any]
+) -> Path:
+    """Write `README.md` of a PEFT adapter in a folder.
+
+    Arguments as for `render_model_card`; `training` also has `has_queries`, whether the base is an AttnRes model, and
+    `load_in_4bit`, whether it was trained on a base of 4 bits.
+    """
+    tags = [training["mode"], *(("attnres", "attention-residuals") if training["has_queries"] else ())]
+    metadata = {"library_name": "peft", "pipeline_tag": "text-generation", **metadata, "tags": tags}
+    card = _rendered(
+        "adapter.md.jinja",
+        metadata,
+        title=title,
+        repo_id=repo_id,
+        training=training,
+        weights=_weights_in(metadata),
+    )
+    path = Path(folder) / "README.md"
+    card.save(path)
+    return path
+
+
+def write_model_card(
+    folder: str | Path,
+    *,
+    base_metadata: dict[str, Any] | None = None,
+    repo_id: str | None = None,
+    title: str | None = None,
+    on_hub: bool | None = None,
+    evaluation: str | Path | None = None,
+    training: dict[str, Any] | None = None,
+) -> Path:
+    """Write `README.md` of the AttnRes checkpoint in a folder; other arguments and errors as for `model_card`.
+
+    Args:
+        evaluation: a folder of `attnres eval`, whose table and plot go along and whose scores go into the metadata.
+    """
+    if evaluation is not None:
+        from ..eval.report import model_index, read, table
+
+        title = (repo_id or Path(folder).absolute().name).split("/")[-1]
+        results = model_index(Path(evaluation), Path(folder).absolute().name, checkpoint_fingerprint(folder))
+        base_metadata = {**(base_metadata or {}), "model-index": eval_results_to_model_index(title, results)}
+        pictures = read_inside(Path(evaluation), "differences.png")
+        _check_folder_inside(Path(folder), "evaluation")
+        write_file(Path(folder) / "evaluation/table.md", table(read(Path(evaluation))))
+        if pictures is not None:
+            write_file(Path(folder) / "evaluation/differences.png", pictures)
+    card = model_card(
+        folder, base_metadata=base_metadata, repo_id=repo_id, title=title, on_hub=on_hub, training=training
+    )
+    path = Path(folder) / "README.md"
+    write_file(path, str(card))
+    return path
+
+
+def model_card(
+    folder: str | Path,
+    *,
+    base_metadata: dict[str, Any] | None = None,
+    repo_id: str | None = None,
+    title: str | None = None,
+    on_hub: bool | None = None,
+    training: dict[str, Any] | None = None,
+) -> ModelCard:
+    """The card of the AttnRes checkpoint in a folder, from its config, queries, reports and figures.
+
+    Entries of the metadata of a card that is there already are kept, its text is not. A table at
+    `evaluation/table.md` and the pictures in `figures/` and of `attnres inspect -o FOLDER/depth` are shown.
+
+    Args:
+        base_metadata: entries to add, such as `base_model` and `license`.
+        repo_id: what to load the model by in the examples; by default the name of the folder.
+        title: by default the last part of that.
+        on_hub: whether that is a repository, where the code of the model goes along; by default if it is given.
+        training: as for `render_model_card`.
+
+    Raises:
+        ValueError, OSError: if the folder holds no whole AttnRes checkpoint.
+    """
+    checkpoint = open_checkpoint(folder)
+    if not isinstance(checkpoint.text_config, AttnResConfig):
+        raise ValueError(f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one.")
+    folder = checkpoint.folder
+    names = [checkpoint.query_prefix + name for name in ZERO_AT_FIRST]
+    names = [name for name in names if name in checkpoint.weight_map]
+    weights = weights_of(checkpoint) or _weights_in(base_metadata or {}, dequantized=True)
+    metadata = {**read_metadata(folder / "README.md"), **(base_metadata or {}), **code_metadata()}
+    metadata.pop(WEIGHTS_ENTRY, None)
+    if weights is not None:
+        metadata[WEIGHTS_ENTRY] = asdict(weights)
+    if checkpoint.is_multimodal:
+        sees = checkpoint.auto_class is AutoModelForImageTextToText
+        metadata["pipeline_tag"] = PIPELINE_TAGS["AttnResForConditionalGeneration"] if sees else "audio-text-to-text"
+    report, verification = read_report(folder)
+    table = read_inside(folder, "evaluation/table.md", MAX_TABLE_BYTES)
+    title = title or (repo_id or folder.absolute().name).split("/")[-1]
+    return render_model_card(
+        checkpoint.text_config,
+        torch.cat([tensor.flatten(1) for tensor in checkpoint.tensors(names).values()], dim=1),
+        title=title,
+        repo_id=repo_id or title,
+        metadata=metadata,
+        report=report,
+        parity=None if verification is None else verification.to_markdown(),
+        evaluation=None if table is None else table.decode(errors="replace"),
+        weights=weights,
+        figures=_pictures(folder),
+        inspection=_inspection(folder),
+        differences=file_inside(folder, "evaluation/differences.png") is not None,
+        training=training,
+        multimodal=checkpoint.auto_class.__name__ if checkpoint.is_multimodal else None,
+        with_code=(repo_id is not None if on_hub is None else on_hub) or (folder / "modeling_attnres.py").exists(),
+    )
+
+
+def _check_folder_inside(folder: Path, name: str):
+    """Raise a `ValueError` if what is to be a folder in a folder is a link, out of it maybe."""
+    if (folder / name).is_symlink():
+        raise ValueError(f"`{folder / name}` is a link, to `{(folder / name).readlink()}`. Remove it.")
+
+
+def _pictures(folder: Path) -> list[Path]:
+    """The pictures to show, relative to the folder; errors as for `file_inside`."""
+    paths = sorted(path.relative_to(folder) for part in ("depth", "figures") for path in folder.glob(f"{part}/*.png"))
+    return [path for path in paths if file_inside(folder, path.as_posix()) is not None]
+
+
+def read_report(folder: Path) -> tuple[dict[str, Any] | None, VerificationReport | None]:
+    """What `conversion_report.json` of a checkpoint holds, and its verification.
+
+    Raises:
+        ValueError: if it is damaged, or errors as for `read_inside`.
+    """
+    content = read_inside(folder, REPORT_NAMES[0])
+    if content is None:
+        return None, None
+    try:
+        report = parse_json(content, "it")
+        verification = report["verification"]
+        verification = None if verification is None else VerificationReport.from_dict(verification)
+        if verification is not None:
+            verification.to_markdown()  # which needs all of it
+        report["versions"]["attnres"], report["operation"], report["source"]
+        if report.get("weights") is not None:
+            SourceWeights.from_dict(report["weights"])
+    except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
+        raise ValueError(
+            f"`{folder / REPORT_NAMES[0]}` is damaged ({type(error).__name__}: {error}). Remove it."
+        ) from None
+    return report, verification
+
+
+def weights_of(checkpoint: Checkpoint) -> SourceWeights | None:
+    """What the weights of a checkpoint were made from, as its report, its card or its config says.
+
+    `None` if they were plain numbers from the start, as far as that shows. Errors as for `read_report`.
+    """
+    report, _ = read_report(checkpoint.folder)
+    if report is not None and report.get("weights") is not None and report["weights"]["dequantized"]:
+        return SourceWeights.from_dict(report["weights"])
+    return _weights_in(read_metadata(checkpoint.folder / "README.md"), dequantized=True) or quantized_now(checkpoint)
+
+
+def _weights_in(metadata: dict[str, Any], dequantized: bool | None = None) -> SourceWeights | None:
+    """What a card's metadata say of it; nothing if that is something else."""
+    try:
+        weights = SourceWeights.from_dict(metadata[WEIGHTS_ENTRY])
+    except (KeyError, TypeError, AttributeError):
+        return None
+    return weights if dequantized in (None, weights.dequantized) else None
+
+
+def quantized_now(checkpoint: Checkpoint) -> SourceWeights | None:
+    """What a checkpoint is, if its config says that it is quantised."""
+    config = checkpoint.config_dict
+    quantization = config.get("quantization_config") or (config.get("text_config") or {}).get("quantization_config")
+    if not isinstance(quantization, dict):
+        return None
+    method = str(quantization.get("quant_method", "quantised"))
+    bits = next((n for n in (4, 8) if quantization.get(f"load_in_{n}bit")), quantization.get("bits"))
+    types: Counter[str] = Counter()
+    for shard in checkpoint.shards:
+        with safe_open(checkpoint.folder / shard, framework="pt") as file:
+            types.update(file.get_slice(name).get_dtype() for name in file.keys())
+    kind = f"{bits} bits" if isinstance(bits, int) else method
+    return SourceWeights(method, None, kind, dict(types.most_common()), quantized=True, dequantized=False)
+
+
+def _inspection(folder: Path) -> dict[str, Any] | None:
+    """Of the depth maps in a folder: the version they were measured with, the checkpoints, and whether this one, as it
+    is now, is among them.
+
+    Raises:
+        ValueError: if their figures are damaged, or errors as for `read_inside`.
+    """
+    path = folder / "depth" / "depth.json"
+    content = read_inside(folder, "depth/depth.json")
+    if content is None:
+        return None
+    try:
+        results = parse_json(content, f"`{path}`")
+        models = [
+            {"name": model["model"], "state": model.get("fingerprint") or model.get("commit")}
+            for model in results["models"]
+        ]
+        version = results.get("attnres_version")
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        raise ValueError(f"`{path}` is damaged: remove it, or run `attnres inspect` again.") from None
+    states = [model["state"] for model in models]
+    is_current = checkpoint_fingerprint(folder) in states if any(states) else True  # older figures do not tell
+    return {"version": version, "models": models, "is_current": is_current}
+
+
+def read_metadata(card: Path) -> dict[str, Any]:
+    """The metadata of a card; none if there is no card.
+
+    Raises:
+        ValueError: if it cannot be read, or errors as for `read_inside`.
+    """
+    content = read_inside(card.parent, card.name)
+    if content is None:
+        return {}
+    try:
+        block = REGEX_YAML_BLOCK.search(content.decode("utf-8-sig"))
+        metadata = (parse_yaml(block[2], "its metadata") if block else None) or {}
+        if not isinstance(metadata, dict) or not all(isinstance(name, str) for name in metadata):
+            raise ValueError("its metadata is no mapping of names")
+        for name in ("tags", "base_model", "language"):
+            value = metadata.get(name) or []
+            if not all(isinstance(item, str) for item in (value if isinstance(value, list) else [value])):
+                raise ValueError(f"`{name}: {value!r:.60}` in its metadata is no text and no list of texts")
+        ModelCardData(**metadata)
+    except Exception as error:  # of many kinds, of what is in it
+        raise ValueError(f"`{card}` cannot be read, mend or remove it: {in_one_line(error)}") from None
+    return metadata
+
+
+def inherited_metadata(base_card: Path, base_model: str | None) -> dict[str, Any]:
+    """What a card takes over from that of the base: licence, languages, and what the base's weights were made from,
+    as the report beside it says as well; and the base itself if it has an id. Errors as for `read_metadata`.
+    """
+    metadata = read_metadata(base_card)
+    report, _ = read_report(base_card.parent)
+    if report is not None and report.get("weights") is not None:
+        metadata[WEIGHTS_ENTRY] = report["weights"]
+    inherited = {name: metadata[name] for name in INHERITED if name in metadata}
+    return {**inherited, "base_model": base_model} if base_model else inherited
+
+
+def push_card_if_missing(
+    model: "AttnResPreTrainedModel", repo_id: str, private: bool | None, token: str | bool | None
+):
+    """Give a repository the card of the model that is about to be pushed there, unless it has one."""
+    api = HfApi(token=token)
+    repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
+    if not api.file_exists(repo_id, "README.md"):
+        query = torch.cat([tensor.flatten(1) for tensor in model.trunk.depth_queries.zeros_at_first()], dim=1)
+        card = render_model_card(model.config, query.detach().cpu(), title=repo_id.split("/")[-1], repo_id=repo_id)
+        api.upload_file(
+            path_or_fileobj=str(card).encode(),
+            path_in_repo="README.md",
+            repo_id=repo_id,
+            commit_message="Add the model card",
+        )

@@ -1,0 +1,160 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The study's tables and figures, from the results of its runs alone; `study.py` is its program."""
+
+import json
+import statistics
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+
+from studies.common.paired import in_words
+from studies.common.arms import BATCH, HELD_OUT_WINDOWS, LENGTH, PACKAGES, QUERIES_ALONE_LEARNING_RATE, QUERY_LEARNING_RATE, RECENCY_BIAS, SWEEP, all_runs
+from attnres.utils.files import write_figure, write_file
+
+
+LABELS = {
+    "prenorm": "PreNorm",
+    "block": "8 blocks",
+    "full": "Full",
+    "queries": "8 blocks, queries alone",
+    "random_queries": "8 blocks, queries from N(0, 0.02)",
+    "recency_bias": f"8 blocks, recency bias of {RECENCY_BIAS:g}",
+    "lora_prenorm": "LoRA on PreNorm",
+    "lora_block": "LoRA and queries, 8 blocks",
+}
+COLOURS = dict(zip(LABELS, ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000", "#56B4E9")))
+
+
+def read_runs(results: Path) -> dict[tuple[str, str], dict[int, dict]]:
+    """By stage and arm, and then by seed."""
+    found: dict[tuple[str, str], dict[int, dict]] = {}
+    for run in all_runs():
+        path = results / "runs" / f"{run.name}.json"
+        if path.exists():
+            found.setdefault((run.stage, run.arm), {})[run.seed] = json.loads(path.read_text())
+    return found
+
+
+def last_loss(result: dict) -> float:
+    return list(result["held_out_loss"].values())[-1]
+
+
+def table_of(found, stage: str, arms: list[str]) -> str:
+    """Final held-out losses of the arms, and their differences from the first one, seed by seed."""
+    header = (
+        f"| | parameters | held-out loss (SD) | against {LABELS[arms[0]]}, by seed | mean [95 %] | depth entropy |"
+    )
+    lines = [header, "|---|---|---|---|---|---|"]
+    baseline = found.get((stage, arms[0]), {})
+    for arm in arms:
+        runs = found.get((stage, arm), {})
+        if not runs:
+            continue
+        losses = [last_loss(run) for run in runs.values()]
+        spread = f" ({statistics.stdev(losses):.3f})" if len(losses) > 1 else ""
+        differences = [last_loss(run) - last_loss(baseline[seed]) for seed, run in runs.items() if seed in baseline]
+        cells = ["", ""]
+        if arm != arms[0] and len(differences) > 1:
+            cells = [", ".join(f"{d:+.4f}" for d in differences), in_words(differences, 4)]
+        entropies = [list(run["depth_entropy"].values())[-1] for run in runs.values() if run["depth_entropy"]]
+        entropy = f"{statistics.mean(entropies):.3f}" if entropies else ""
+        trained = next(iter(runs.values()))["trainable_parameters"]
+        loss = f"{statistics.mean(losses):.4f}{spread}"
+        lines.append(f"| {LABELS[arm]} | {trained:,} | {loss} | {cells[0]} | {cells[1]} | {entropy} |")
+    return "\n".join(lines)
+
+
+def sweep_table(found) -> str:
+    lines = ["| query learning rate | decay 0 | decay 0.1 | queries alone |", "|---|---|---|---|"]
+    for lr in SWEEP:
+        names = (f"sweep_lr{lr:g}_decay0", f"sweep_lr{lr:g}_decay0.1", f"sweep_queries_lr{lr:g}")
+        runs = [found.get(("continue", name), {}).get(0) for name in names]
+        lines.append(
+            f"| {lr:g} | " + " | ".join("" if run is None else f"{last_loss(run):.4f}" for run in runs) + " |"
+        )
+    return "\n".join(lines)
+
+
+def plot_differences(found, stem: Path) -> list[Path]:
+    """Held-out loss less that of PreNorm with the same seed, over the steps: every seed thin, their mean bold."""
+    panels = (
+        ("pretrain", ["prenorm", "block", "full"], "from scratch"),
+        ("continue", ["prenorm", "block", "full", "queries", "random_queries", "recency_bias"], "continued"),
+        ("continue", ["lora_prenorm", "lora_block"], "adapters"),
+    )
+    figure, axes = plt.subplots(1, 3, figsize=(13, 4.8))
+    for axis, (stage, arms, title) in zip(axes, panels):
+        baseline = found.get((stage, arms[0]), {})
+        for arm in arms[1:]:
+            curves = {
+                seed: {
+                    int(step): loss - baseline[seed]["held_out_loss"][step]
+                    for step, loss in run["held_out_loss"].items()
+                }
+                for seed, run in found.get((stage, arm), {}).items()
+                if seed in baseline
+            }
+            for curve in curves.values():
+                axis.plot(list(curve), list(curve.values()), color=COLOURS[arm], linewidth=0.7, alpha=0.5)
+            if curves:
+                steps = list(next(iter(curves.values())))
+                mean = [statistics.mean(curve[step] for curve in curves.values()) for step in steps]
+                axis.plot(steps, mean, color=COLOURS[arm], linewidth=2, label=LABELS[arm])
+        axis.axhline(0, color=COLOURS["prenorm"], linewidth=1)
+        axis.set(title=title, xlabel="step", ylabel=f"held-out loss less that of {LABELS[arms[0]]}")
+        axis.set_yscale("symlog", linthresh=0.02)
+        low, high = axis.get_ylim()
+        ticks = [-0.2, -0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2]
+        axis.set_yticks([tick for tick in ticks if low <= tick <= high])  # others would stretch the axis
+        axis.yaxis.set_major_formatter(lambda tick, _: f"{tick:+g}" if tick else "0")
+        axis.minorticks_off()
+        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2)
+        axis.spines[["top", "right"]].set_visible(False)
+        axis.grid(alpha=0.25)
+    figure.suptitle(
+        "Below the line is better than PreNorm (scale linear within 0.02, logarithmic outside)", fontsize=10
+    )
+    figure.tight_layout()
+    paths = write_figure(figure, stem)
+    plt.close(figure)
+    return paths
+
+
+def write_tables(results: Path) -> list[Path]:
+    """Write `table.md` and the figures into the folder of the results; their paths."""
+    found = read_runs(results)
+    manifest = json.loads((results / "manifest.json").read_text())
+    any_run = next(iter(next(iter(found.values())).values()))
+    steps = {run.stage: run.steps for run in all_runs()}
+    per_step = BATCH * LENGTH
+    sections = [
+        "# What Attention Residuals bring to a small model",
+        f"A Qwen3 of 12 layers, hidden size 64, 0.7M parameters. From scratch: {steps['pretrain']} steps of {per_step}"
+        f" tokens of the standard library ({manifest['library']['files']} files). Continued: {steps['continue']} steps"
+        f" on packages ({', '.join(PACKAGES)}; {manifest['packages']['files']} files) from the PreNorm checkpoint."
+        f" Held-out loss over {HELD_OUT_WINDOWS * LENGTH} tokens of files left out. Python {any_run['python']}, torch"
+        f" {any_run['versions']['torch']}, transformers {any_run['versions']['transformers']}, CPU, fp32.",
+        "Depth entropy is that of the depth weights over its largest value: 1 reads all depths alike, as PreNorm.",
+        "## From scratch",
+        table_of(found, "pretrain", ["prenorm", "block", "full"]),
+        "## Continued from the same PreNorm checkpoint",
+        table_of(found, "continue", ["prenorm", "block", "full", "queries", "random_queries", "recency_bias"]),
+        f"Peak learning rates: 1e-3 for weights, {QUERY_LEARNING_RATE:g} for queries beside them and"
+        f" {QUERIES_ALONE_LEARNING_RATE:g} for queries alone; queries are not decayed.",
+        "## Adapters, at equal steps and equal numbers of trained parameters",
+        table_of(found, "continue", ["lora_prenorm", "lora_block"]),
+        "## Learning rate and decay of the queries (seed 0; held-out loss at the end)",
+        sweep_table(found),
+    ]
+    if (results / "speed.json").exists():
+        lines = ["| | tokens/s | time of a step against PreNorm (quartiles) | activations |", "|---|---|---|---|"]
+        for arm, figure in json.loads((results / "speed.json").read_text())["figures"].items():
+            low, high = figure["ratio_quartiles"]
+            ratio = f"{figure['ratio']:.2f} ({low:.2f} to {high:.2f})"
+            lines.append(
+                f"| {LABELS[arm]} | {figure['tokens_per_second']:.0f} | {ratio} | {figure['activations']:.2f} |"
+            )
+        sections += ["## What it costs here (one thread, 25 alternating steps)", "\n".join(lines)]
+    sections.append("![differences](differences.png)")
+    write_file(results / "table.md", "\n\n".join(sections) + "\n")
+    return [results / "table.md", *plot_differences(found, results / "differences")]

@@ -1,0 +1,213 @@
+# SPDX-License-Identifier: Apache-2.0
+# ruff: noqa: E501 - code as it stands in the files
+"""Break the core in many ways, one at a time, and see that a test fails each time.
+
+    python tests/tools/mutations.py [NUMBER ...]    # all of them take about half an hour on one core
+
+Each is made in a copy of the package, which stands in front of the installed one. Not a test itself: it runs tests.
+"""
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+
+HERE = Path(__file__).parents[1]
+OPERATOR = ("tests/test_depth_attention.py", "tests/test_depth_stream.py")
+READS = ("tests/test_reads.py",)
+GRADIENTS = ("tests/test_gradients.py",)
+PRETRAINING = ("tests/test_pretrain.py",)
+# Of several processes, looked at where the fast tests of a file have not failed
+SLOW = {
+    "tests/test_pretrain.py": "test_gradients_of_tensor_parallelism",
+    "tests/test_parallel.py": "test_training_over_two_processes",
+}
+PIPELINES = ("tests/test_plan.py", "tests/test_parallel.py")
+STREAM = ("tests/test_depth_stream.py", "tests/test_lost_stream.py")
+MODEL = ("tests/test_loading.py", "tests/test_families.py", "tests/test_training.py", "tests/test_generation.py")
+# File, what stands in it, what is put in its place, and the tests that are to notice
+MUTATIONS = [
+    # The operator
+    ("depth/attention.py", "ctx.save_for_backward(queries, source, inv_rms, scores)\n        return scores\n\n", "ctx.save_for_backward(queries, source, inv_rms, 1.01 * scores)\n        return scores\n\n", OPERATOR),
+    ("depth/attention.py", "to_source = (grad * scores).sum(-1, keepdim=True) * inv_rms.square() / -source.shape[-1]", "to_source = (grad * scores).sum(-1, keepdim=True) * inv_rms.square() / source.shape[-1]", OPERATOR),
+    ("depth/attention.py", "grad_queries = to_query.flatten(0, -2).mT @ wide_source.flatten(0, -2)", "grad_queries = grad.flatten(0, -2).mT @ wide_source.flatten(0, -2)", OPERATOR),
+    ("depth/attention.py", "return norm.square().div_(values.shape[-1]).add_(eps).rsqrt_()", "return norm.square().div_(values.shape[-1]).rsqrt_()", OPERATOR),
+    ("depth/attention.py", "mix.addcmul_(weights[..., i : i + 1], source.to(mix.dtype))", "mix.addcmul_(weights[..., -i : weights.shape[-1] - i + 1], source.to(mix.dtype))", OPERATOR),
+    ("depth/attention.py", "*((weights[..., i : i + 1] * grad).to(s.dtype) for i, s in enumerate(sources))", "*((weights[..., i : i + 1] * grad * (i > 0)).to(s.dtype) for i, s in enumerate(sources))", OPERATOR),
+    ("depth/attention.py", "return None, *weighted_sum_backward(grad_mix, weights, sources), *grads_of_norm", "return None, *weighted_sum_backward(grad, weights, sources), *grads_of_norm", (*OPERATOR, *MODEL)),
+    ("depth/attention.py", "norm = norm_with(ctx.norm, dict(zip(ctx.tensor_names, of_norm)))", "norm = norm_with(ctx.norm, {})", GRADIENTS),
+    ("depth/attention.py", "ctx.norm, ctx.tensor_names = norm_with(norm, {}), list(norm_tensors(norm))", "ctx.norm, ctx.tensor_names = norm, list(norm_tensors(norm))", GRADIENTS),
+    ("depth/attention.py", "named = {**own[\"_parameters\"], **own[\"_buffers\"], **own}", "named = {**own[\"_parameters\"], **own[\"_buffers\"]}", GRADIENTS),
+    ("depth/attention.py", "if torch.compiler.is_compiling() or norm._modules:", "if torch.compiler.is_compiling():", GRADIENTS),
+    ("depth/backends.py", "return _backend == \"reference\" or torch._C._are_functorch_transforms_active()", "return _backend == \"reference\"", GRADIENTS),
+    ("depth/attention.py", "mix = weighted_sum(weights, sources).requires_grad_()", "mix = weighted_sum(weights.softmax(-1), sources).requires_grad_()", (*OPERATOR, *MODEL)),
+    ("depth/attention.py", "scores[..., masked] = -torch.inf", "scores[..., masked] = 0", ("tests/test_depth_stream.py", "tests/test_inspection.py")),
+    ("depth/attention.py", "return torch.lerp(mix, wide_partial, alpha)\n", "return torch.lerp(mix, wide_partial, alpha * 1.0001)\n", OPERATOR),
+    ("depth/attention.py", "mix = torch.lerp(mix, wide_partial, alpha)\n", "mix = torch.lerp(mix, wide_partial, alpha * 1.0001)\n", OPERATOR),
+    ("depth/attention.py", "return mix, log_weights.select(-1, 0) - scores.select(-1, 0)", "return mix, log_weights.select(-1, -1) - scores.select(-1, 0)", OPERATOR),
+    ("depth/attention.py", "rms = key_length(mix, self._shift(eps / factor**2)) * mix.shape[-1] ** -0.5", "rms = key_length(mix, self._shift(eps)) * mix.shape[-1] ** -0.5", (*OPERATOR, *MODEL)),
+    ("depth/attention.py", "rms = math.sqrt(torch.dot(vector, vector).item() / vector.shape[0] + eps / factor**2)", "rms = math.sqrt(torch.dot(vector, vector).item() / vector.shape[0] + eps)", (*OPERATOR, *MODEL)),
+    ("depth/attention.py", "return self._normed(mix, norm, factor, copy=self.buffered)", "return self._normed(mix, norm, factor)", OPERATOR),
+    ("depth/attention.py", 'if "variance_epsilon" not in own:', 'if "variance_epsilon" not in own and "eps" not in own:', (*OPERATOR, *MODEL)),
+    # The stream
+    ("depth/stream.py", "if site % self.block_size:", "if (site + 1) % self.block_size:", STREAM),
+    ("depth/stream.py", "partial = output if self.partial is None else self.partial + output", "partial = output if self.partial is None else self.partial.detach() + output", (*STREAM, *MODEL)),
+    ("depth/stream.py", "mix = None if torch.is_grad_enabled() else self.mix", "mix = self.mix", (*STREAM, *MODEL)),
+    ("depth/stream.py", "return mix_and_norm(weights * len(scores) if self.sums else weights, self.sources, norm)", "return mix_and_norm(weights * len(self.blocks) if self.sums else weights, self.sources, norm)", (*STREAM, *MODEL)),
+    ("depth/stream.py", "return cache if is_current and source.dtype == cache.dtype else None", "return cache if source.dtype == cache.dtype else None", STREAM),
+    ("depth/stream.py", "if self.cache is not None and self.cache.num_passes != self.cache_pass:", "if False:", STREAM),
+    ("depth/stream.py", "            new.mix = self.newest  # not the copy, which the next forward pass overwrites", "            pass", (*STREAM, *MODEL)),
+    ("depth/stream.py", "if any(of_block and not columns[0].requires_grad for of_block, (_, columns) in zip(wanted, scores)):", "if False:", STREAM),
+    ("depth/stream.py", "return [columns[self.site - first] for first, columns in scores]", "return [columns[min(self.site - first, len(columns) - 1) * (first > 0)] for first, columns in scores]", STREAM),
+    ("depth/stream.py", 'if name == "dropout" and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):', 'if name == "dropout":', STREAM),
+    ("depth/stream.py", "            return self.on_sources(lambda source: source * other)\n", "            return self\n", (*STREAM, *MODEL)),
+    ("depth/stream.py", "if isinstance(other, torch.Tensor) and other.shape == self.newest.shape:", "if True:", STREAM),
+    ("depth/stream.py", "        new.mix = None\n", "        new.mix = self.mix\n", (*STREAM, *MODEL)),
+    ("depth/stream.py", "if self.cast is not None or output.dtype != self.newest.dtype:", "if output.dtype != self.newest.dtype:", STREAM),
+    ("depth/stream.py", "cast = None if read_as == dtype else read_as", "cast = None", STREAM),
+    ("depth/stream.py", 'raise TypeError(f"`{name}` works in place', 'print(f"`{name}` works in place', STREAM),
+    ("depth/stream.py", "inner_stream = stream.of_parts(inner, context)", "inner_stream = stream.of_parts([*inner[:2], *(t.detach() for t in inner[2:])], context)", MODEL[1:]),
+    # The model
+    ("depth/queries.py", "else self.query.to(dtype) * key_norm", "else self.query.to(dtype) + 0 * key_norm", MODEL),
+    ("depth/queries.py", "return tensor.to(applied.device) if applied.dtype in (torch.float16, torch.bfloat16) else applied", "return applied", MODEL),
+    ("modeling_attnres.py", "if not isinstance(stream, DepthStream) or stream.site != exit_site:", "if not isinstance(stream, DepthStream):", STREAM),
+    ("modeling_attnres.py", "if not isinstance(stream, DepthStream) or stream.site != entry_site:", "if not isinstance(stream, DepthStream):", STREAM),
+    ("modeling_attnres.py", "sums=config.attn_res_scale_norm_eps,", "sums=False,", MODEL),
+    ("modeling_attnres.py", "eps=config.attn_res_norm_eps,", "eps=1e-6,", MODEL[1:]),
+    ("depth/queries.py", "if block_size != self.block_size:", "if False:", ("tests/test_peft.py", "tests/test_finetune.py")),
+    ("base/probe.py", "    if not isinstance(stream, DepthStream):\n        reason = f", "    if False:\n        reason = f", ("tests/test_lost_stream.py", "tests/test_loading.py", "tests/test_probe.py")),
+    ("base/probe.py", "probed.num_writes = stream.site - sum(earlier.num_writes for earlier in self.probed)", "probed.num_writes = 2", ("tests/test_probe.py",)),
+    ("base/probe.py", "if len(self.probed) >= len(self.layers) or layer is not self.layers[len(self.probed)]:", "if False:", ("tests/test_probe.py",)),
+    ("data/packing.py", "if gradient[:, :first].count_nonzero() == 0:", "if True:", ("tests/test_finetune_data.py",)),
+    ("multimodal_attnres.py", "self.text_config = AttnResConfig.from_dict(self.text_config or {})", "pass", ("tests/test_multimodal.py",)),
+    ("depth/stream.py", "newest[self.mask] + added)", "newest[self.mask])", ("tests/test_depth_stream.py",)),
+    ("depth/stream.py", "return new.keep_in(type(self.cache)())", "pass", ("tests/test_depth_stream.py",)),
+    ("base/config.py", "inside and not has_lm_head", "inside", ("tests/test_multimodal.py",)),
+    ("multimodal_attnres.py", "    base_model = PreTrainedModel.base_model", "    pass", ("tests/test_multimodal.py",)),
+    ("modeling_attnres.py", "trunk.__class__ = of_both(AttnResModel, type(trunk), trunk.config.base_model_type)", "pass", ("tests/test_multimodal.py",)),
+    ("configuration_attnres.py", "def validate_layer_type(self):", "def validate_nothing(self):", ("tests/test_decoders.py",)),
+    ("configuration_attnres.py", "return member.fget(self)", "return member.__get__(self, type(self))", ("tests/test_decoders.py",)),
+    ("depth/stream.py", "if name in _IN_PLACE:", 'if name.endswith("_"):', ("tests/test_decoders.py",)),
+    # Other reads
+    ("depth/reads.py", "return torch.addcdiv(negative_lse, product, length).sigmoid_()", "return torch.addcdiv(1.01 * negative_lse, product, length).sigmoid_()", READS),
+    ("depth/reads.py", "return negative_lse - F.softplus(torch.addcdiv(negative_lse, product, length), threshold=40)", "return negative_lse", READS),
+    ("depth/reads.py", "product, length), threshold=40)", "product, length), threshold=5)", READS),
+    ("depth/reads.py", "        return torch.sigmoid(scores)\n\n", "        return 3 * torch.sigmoid(scores) - 2 * torch.sigmoid(scores).detach()\n\n", READS),
+    ("depth/reads.py", "        return powers / (nothing + powers)", "        return powers / (nothing + powers) + 9", READS),
+    ("depth/reads.py", "return num_sources + 1", "return num_sources", READS),
+    ("depth/reads.py", "        return log_weights[..., 1:].exp(), log_weights[..., :1]", "        return log_weights[..., 1:].exp(), log_weights[..., :1] - scores[..., :1]", READS),
+    ("depth/reads.py", "merge = staticmethod(torch.addcmul)", "merge = staticmethod(torch.lerp)", READS),
+    ("depth/reads.py", "to_source = (grad * scores).sum((-1, -2)).unsqueeze(-1) * inv_rms[..., 0].square() / -source.shape[-1]", "to_source = (grad * scores).sum((-1, -2)).unsqueeze(-1) * inv_rms[..., 0] / -source.shape[-1]", READS),
+    ("depth/reads.py", "to_source = (grad * scores).sum(-1, keepdim=True) * inv_rms.square() / -source.shape[-1]", "to_source = 0 * (grad * scores).sum(-1, keepdim=True)", READS),
+    ("depth/reads.py", "new.outputs = () if new.partial is None else (*self.outputs, output)", "new.outputs = (*self.outputs, output)", READS),
+    ("depth/reads.py", 'return self.how.weights == "softmax" and super()._is_one_source()', "return super()._is_one_source()", READS),
+    ("depth/reads.py", "query = self.sources[-1].to(gamma.dtype)", "query = self.blocks[-1].to(gamma.dtype)", READS),
+    ("depth/reads.py", "new.outputs, new.how = tuple(leaves[:num_outputs]), how", "new.how = how", READS),
+    ("depth/reads.py", "new.projections = tuple(leaves[:num_projections])", "new.projections = tuple(t.detach() for t in leaves[:num_projections])", READS),
+    ("depth/reads.py", "return self.num_closed * self.block_size", "return (self.num_closed + 1) * self.block_size", READS),
+    ("depth/attention.py", "return weighted_sum(weights, by_head(sources, weights.shape[-2])).flatten(-2)", "return weighted_sum(weights.flip(-2), by_head(sources, weights.shape[-2])).flatten(-2)", READS),
+    ("depth/stream.py", "        return tensor.unflatten(0, self.tokens)", "        return tensor", ("tests/test_depth_stream.py", "tests/test_decoders.py", "tests/test_families.py")),
+    ("depth/queries.py", "if of_read else Read()\n        if read != self.read:", "if of_read else Read()\n        if False:", READS),
+    ("depth/queries.py", "read = Read.of(config)\n        if read != self.read:", "read = Read.of(config)\n        if False:", READS),
+    ("depth/queries.py", "init.normal_(tensor, std=self.std)", "init.zeros_(tensor)", READS),
+    ("depth/reads.py", "        if given != expected:", "        if False:", READS),
+    ("depth/attention.py", "if type(cache) is not cls:", "if cache is None:", READS),
+    ("depth/reads.py", "torch.div(torch.mv(queries, vector).view_as(scores), length, out=scores)", "torch.div(torch.mv(queries, vector).view(scores.shape[::-1]).mT, length, out=scores)", READS),
+    ("depth/reads.py", "by_slice.diagonal(dim1=1, dim2=2)", "by_slice.transpose(1, 2).flip(1).diagonal(dim1=1, dim2=2)", READS),
+    ("training/optimizer.py", '.endswith(".key_norm") else args.query_weight_decay', '.endswith(".key_norm") or "projection" in names[id(parameter)] else args.query_weight_decay', READS),
+    ("inspection/measure.py", "self.agreement += common.mean(-1).sum().item()", "self.agreement += common.amax(-1).sum().item() * 0.9", READS),
+    ("conversion/converter.py", "        torch.manual_seed(0)\n", "        torch.seed()\n", READS),
+    # Pipelines
+    ("parallel/routing.py", "if cache and block in known[rank] and block not in own", "if cache and block in known[rank]", PIPELINES),
+    ("parallel/routing.py", "known[rank].update(received[-1], closed[stage])", "known[rank].update(received[-1])", PIPELINES),
+    ("parallel/stage.py", "            self.store.deposit((self._microbatch, block), changed.pop())", "            changed.pop()", PIPELINES),
+    ("parallel/stage.py", "            if block in self.route.closed:", "            if False:", PIPELINES),
+    ("parallel/stage.py", "            leaf.grad = None  # which some", "            pass  # which some", PIPELINES),
+    ("parallel/stage.py", "tensor.clone() if keeps or tensor.is_leaf or tensor._is_view() else tensor", "tensor", PIPELINES),
+    ("parallel/stage.py", "block.detach().requires_grad_(block.requires_grad and torch.is_grad_enabled())", "block.detach()", PIPELINES),
+    ("parallel/pipeline.py", "weight.grad = grad if weight.grad is None else grad + weight.grad", "pass", PIPELINES),
+    ("parallel/pipeline.py", "vocab_size=self.config.vocab_size, num_items_in_batch=self.num_items", "vocab_size=self.config.vocab_size", PIPELINES),
+    ("parallel/pipeline.py", "saved[key].clone()  # of copies", "saved[key]  # of copies", PIPELINES),
+    ("parallel/pipeline.py", "found.setdefault(name, torch.empty_like(tensor))[start:end] = tensor[start:end]", "found[name] = tensor", PIPELINES),
+    ("parallel/pipeline.py", "counted = [p.grad for _, p in self.named_parameters(copies=False)", "counted = [p.grad for _, p in self.named_parameters()", PIPELINES),
+    ("parallel/plan.py", "    return idle / (idle + busy)", "    return idle / busy", PIPELINES),
+    ("parallel/plan.py", "2 * (layout.pp - 1 - rank) + 1", "2 * (layout.pp - 1 - rank)", PIPELINES),
+    ("parallel/prefill.py", "zip(gathered, self.token_counts)", "zip(gathered[::-1], self.token_counts)", PIPELINES),
+    ("base/probe.py", "        if of_layer.given_more is not None:", "        if False:", PIPELINES),
+    ("base/probe.py", "self.scales_blocks |= ", "self.scales_blocks = False and ", PIPELINES),
+    ("base/probe.py", "    if width != base_config.hidden_size:", "    if False:", PIPELINES),
+    ("base/slices.py", "present & (probe.behind - probe.in_front)", "present & probe.behind", PIPELINES),
+    ("base/forward.py", "torch.zeros_like(stream.newest)", "stream.newest", PIPELINES),
+    ("base/slices.py", "(hidden_states, *[None] * (self.num_values - 1))", "hidden_states", PIPELINES),
+    ("base/slices.py", "(SliceEnd if i == end else PassThrough)", "PassThrough", PIPELINES),
+    ("parallel/pipeline.py", "        if found[0] != -found[1]:", "        if False:", PIPELINES),
+    ("parallel/pipeline.py", "        if different:", "        if False:", PIPELINES),
+    ("parallel/pipeline.py", "if tensor.ndim and tensor.shape != parameter.shape:", "if False:", PIPELINES),
+    ("parallel/prefill.py", "types.MethodType(functools.partial(start_divided, group=group), model.trunk)", "functools.partial(start_divided, model.trunk, group=group)", PIPELINES),
+    # Pretraining
+    ("data/packed_rows.py", "yield self._finished(row, (epoch, number, token))", "yield self._finished(row, (epoch, number, 0))", PRETRAINING),
+    ("training/stages.py", 'model = load_language_model(checkpoint, dtype="float32")', "pass", PRETRAINING),
+    ("training/optimizer.py", "            part.state = self.state\n", "", PRETRAINING),
+    ("training/stages.py", "                dist.all_reduce(part, group=mesh.get_group())", "                pass", PRETRAINING),
+    ("training/stages.py", "register_parameter(leaf, model.get_parameter(first))", "register_parameter(leaf, parameters[first])", PRETRAINING),
+    ("parallel/pipeline.py", "return weight.grad.redistribute(placements=weight.placements)", "return weight.grad", PRETRAINING),
+    ("parallel/stage.py", "keeps or tensor.is_leaf", "tensor.is_leaf", PIPELINES),
+    # What is handed on between slices, seen and kept
+    ("base/forward.py", "stream if depth_recorder is None else stream.with_recorder(depth_recorder)", "stream", ("tests/test_generation.py",)),
+    ("base/forward.py", '        elif _is_final(outputs.get("last_hidden_state")):', "        elif False:", ("tests/test_generation.py",)),
+    ("depth/stream.py", "        self.check_memory()\n        context", "        context", STREAM),
+    ("base/slices.py", "    stream.check_memory()\n", "", STREAM),
+    ("base/slices.py", "if not 0 <= start < end <= len(layers):", "if False:", ("tests/test_generation.py",)),
+    ("modeling_attnres.py", "                stream.prepare_reads()", "                pass", ("tests/test_generation.py",)),
+    ("modeling_attnres.py", "    forward = with_depth_attentions(GenericForSequenceClassification.forward)", "    pass", ("tests/test_loading.py",)),
+    ("base/classes.py", " and not args and not kwargs", "", STREAM),
+    ("depth/stream.py", "masked is not None and (len(self.sources) == 1 or not 0 <= masked < len(self.sources))", "False", STREAM),
+    ("depth/reads.py", "return (() if self.partial is None else (self.partial,)) + self.outputs", "return *super().open_tensors, *self.outputs", READS),
+]  # fmt: skip
+
+
+def killed_by(number: int, folder: Path) -> str:
+    """The test that has failed, or nothing."""
+    name, before, after, tests = MUTATIONS[number]
+    package = folder / "attnres"
+    ignored = shutil.ignore_patterns(".venv*", ".git", "__pycache__", ".*_cache", "study", "peers")
+    shutil.copytree(HERE, package, ignore=ignored)
+    text = (package / name).read_text()
+    if text.count(before) != 1:
+        raise SystemExit(f"{number}: {name} does not have this once: {before}")
+    (package / name).write_text(text.replace(before, after))
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
+    environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
+    slow = [f"{test}::{SLOW[test]}" for test in tests if test in SLOW]
+    for chosen in (["-m", "not slow", *tests], slow):
+        if not chosen:
+            continue
+        result = subprocess.run([*command, *chosen], cwd=package, env=environment, capture_output=True, text=True)
+        failed = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+        if result.returncode and failed:
+            return failed[0].split(" - ")[0]
+    return ""
+
+
+def main():
+    numbers = [int(number) for number in sys.argv[1:]] or range(len(MUTATIONS))
+    survivors = []
+    for number in numbers:
+        with tempfile.TemporaryDirectory() as folder:
+            test = killed_by(number, Path(folder))
+        if not test:
+            survivors.append(number)
+        name, _, after, _ = MUTATIONS[number]
+        print(
+            f"{number:2} {name}: {(after.strip() or 'nothing').splitlines()[0][:80]} | {test or 'SURVIVED'}",
+            flush=True,
+        )
+    print(f"{len(numbers) - len(survivors)} of {len(numbers)} killed" + (f"; not {survivors}" if survivors else ""))
+    raise SystemExit(bool(survivors))
+
+
+if __name__ == "__main__":
+    main()
