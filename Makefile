@@ -30,8 +30,8 @@ BASE ?= llama
 BLOCK_SIZE ?= 2
 RUN_SLOW ?= 0
 READ ?=
-# What their runs have left lies in the folders of benchmarks/; each script says how they are made
-STUDIES := study.py read_study.py weights_study.py retrofit_study.py recipe_study.py two_depths.py
+# What their runs have left lies in the folders of studies/; each script says how they are made
+STUDIES := small_model reads weights retrofit recipe two_depths
 # As transformers' own tests are run, and without the settings of ours
 SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVERSION=true OMP_NUM_THREADS=1 \
 	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE) READ="$(READ)"
@@ -56,11 +56,11 @@ test-all: $(VENV)/installed-real
 
 # In half an hour; interrupted, it goes on
 real: $(VENV)/installed-real
-	$(BIN)/python studies/real_model/run.py run attnres-real
+	$(BIN)/python -m studies.real_model.run run attnres-real
 
 studies-report: $(VENV)/installed
-	for study in $(STUDIES); do $(BIN)/python benchmarks/$$study report || exit; done
-	$(BIN)/python studies/reads/ablation_table.py
+	for study in $(STUDIES); do $(BIN)/python -m studies.$$study.study report || exit; done
+	$(BIN)/python -m studies.reads.ablation_table
 	$(BIN)/attnres scaling fit -o studies/scaling/results
 	$(BIN)/attnres scaling plot -o studies/scaling/results
 

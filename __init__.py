@@ -24,11 +24,11 @@ _PUBLIC_NAMES = {
     "AttnResModel": ".modeling_attnres",
     "AttnResMultimodalConfig": ".multimodal_attnres",
     "AttnResPreTrainedModel": ".modeling_attnres",
-    "BlockCache": ".depth_attention",
-    "DepthRecorder": ".depth_stream",
-    "DepthStream": ".depth_stream",
-    "get_backend": ".depth_backends",
-    "set_backend": ".depth_backends",
+    "BlockCache": ".depth.attention",
+    "DepthRecorder": ".depth.stream",
+    "DepthStream": ".depth.stream",
+    "get_backend": ".depth.backends",
+    "set_backend": ".depth.backends",
 }
 __all__ = sorted(_PUBLIC_NAMES)
 

@@ -10,7 +10,20 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils import auto_docstring
 
 from .attn_res_fields import READS, check_fields_first, check_read, is_count
-from .base.config import MIRRORED_ATTRIBUTES, adopt_base_dict, base_config_class, base_keywords, check_base_model_type, check_known, copy_private, is_known, is_public_or_field, per_layer, rename_architectures, type_with_article
+from .base.config import (
+    MIRRORED_ATTRIBUTES,
+    adopt_base_dict,
+    base_config_class,
+    base_keywords,
+    check_base_model_type,
+    check_known,
+    copy_private,
+    is_known,
+    is_public_or_field,
+    per_layer,
+    rename_architectures,
+    type_with_article,
+)
 
 
 @auto_docstring(checkpoint="attnres")

@@ -30,15 +30,15 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .base.classes import BaseConversions, DepthReader, class_by_name, new_of_both, of_both
 from .base.config import base_config_class, check_base_model_type, decoder_class
+from .base.forward import HANDED, kv_cache_among, with_depth_attentions
+from .base.library_lookups import typed_as_base
+from .base.probe import decoder_layers
+from .base.slices import AttnResSliceMixin, carry_streams, rules_of_stage
 from .configuration_attnres import AttnResConfig
 from .depth.backends import uses_definition
-from .base.forward import HANDED, kv_cache_among, with_depth_attentions
-from .base.slices import AttnResSliceMixin, carry_streams, rules_of_stage
-from .base.probe import decoder_layers
 from .depth.queries import AttnResDepthQueries, fold_queries
 from .depth.stream import DepthRecorder, DepthStream, checkpoint_stream
 from .generation_attnres import AttnResGenerationMixin
-from .base.library_lookups import typed_as_base
 from .saving_attnres import AttnResSavingMixin
 
 

@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM, PreTrained
 from transformers.dynamic_module_utils import get_class_from_dynamic_module
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
-from .config import check_base_model_type
 from ..checkpoints.checkpoint import config_errors_explained, load_config
-from .probe import ProbedLayer, probe_layers
-from ..multimodal_attnres import AttnResMultimodalConfig, is_multimodal
 from ..checkpoints.location import read_config_dict
+from ..multimodal_attnres import AttnResMultimodalConfig, is_multimodal
+from .config import check_base_model_type
+from .probe import ProbedLayer, probe_layers
 
 
 # Written by `tests/tools/families_page.py`

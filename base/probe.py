@@ -26,8 +26,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.configuration_utils import PreTrainedConfig
 
-from .config import decoder_class
 from ..depth.stream import DepthRecorder, DepthStream
+from .config import decoder_class
 
 
 class RefusedBase(ValueError):

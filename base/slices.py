@@ -12,9 +12,9 @@ from torch import nn
 from transformers.modeling_utils import PreTrainedModel
 
 from ..configuration_attnres import AttnResConfig
+from ..depth.stream import DepthStream
 from .forward import HANDED, kv_cache_among
 from .probe import Probe, decoder_layers, probe_slices
-from ..depth.stream import DepthStream
 
 
 if TYPE_CHECKING:

@@ -43,8 +43,8 @@ from transformers.cache_utils import DynamicLayer  # noqa: E402
 from ..configuration_attnres import AttnResConfig  # noqa: E402
 from ..depth.queries import AttnResDepthQueries
 from ..depth.reads import Read
-from ..utils.files import write_figure, write_file
 from ..utils.devices import is_dtype
+from ..utils.files import write_figure, write_file
 
 
 SHAPES = {

@@ -26,12 +26,20 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
 
 from ..base.config import base_config_class
-from ..configuration_attnres import AttnResConfig
 from ..base.probe import decoder_on_meta
+from ..configuration_attnres import AttnResConfig
 from ..modeling_attnres import AttnResModel
 from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig, auto_class_of
+from ..utils.untrusted import (
+    PICKLES,
+    check_folder,
+    check_inside,
+    in_one_line,
+    read_json,
+    refuse_pickle,
+    stranger_errors_explained,
+)
 from .location import hub_can_be_reached, hub_errors_explained, local_folder, read_config_dict
-from ..utils.untrusted import PICKLES, check_folder, check_inside, in_one_line, read_json, refuse_pickle, stranger_errors_explained
 
 
 INDEX_NAME = "model.safetensors.index.json"

@@ -13,12 +13,23 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
+from ..utils.files import check_writable
+from ..utils.installation import how_to_install
 from .checks import need_checkpoints, need_folders, need_packages, need_run
+from .console import (
+    Revision,
+    WroteJson,
+    console,
+    fail,
+    json_option,
+    note,
+    only_json_on_stdout,
+    print_json,
+    say,
+    say_written,
+)
 from .convert import convert, export, import_, revert, verify
 from .measure import bench, eval_, inspect, plan, report, scaling
-from .console import Revision, WroteJson, console, fail, json_option, note, only_json_on_stdout, print_json, say, say_written
-from ..utils.installation import how_to_install
-from ..utils.files import check_writable
 
 
 # What not every installation has, and the extra that brings it

@@ -9,9 +9,19 @@ from typing import Annotated, Any
 
 import typer
 
-from .checks import need_checkpoints, need_files, need_folders, need_packages
-from .console import WroteJson, console, json_option, note, only_json_on_stdout, print_json, say, say_written, show_markdown
 from ..utils.files import check_writable
+from .checks import need_checkpoints, need_files, need_folders, need_packages
+from .console import (
+    WroteJson,
+    console,
+    json_option,
+    note,
+    only_json_on_stdout,
+    print_json,
+    say,
+    say_written,
+    show_markdown,
+)
 
 
 Device = Annotated[str | None, typer.Option(help="cpu, cuda:0 ... \\[default: a GPU if there is one]")]

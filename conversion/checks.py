@@ -9,11 +9,15 @@ from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
 from ..base.config import check_base_model_type, rename_architectures
+from ..base.probe import probe_sublayers, refuse_by_config
 from ..checkpoints.checkpoint import QUERY_NAMES, ZERO_AT_FIRST, Checkpoint
 from ..configuration_attnres import AttnResConfig
-from ..base.probe import probe_sublayers, refuse_by_config
 from ..model_cards.card import PIPELINE_TAGS
-from ..modeling_attnres import AttnResForQuestionAnswering, AttnResForSequenceClassification, AttnResForTokenClassification
+from ..modeling_attnres import (
+    AttnResForQuestionAnswering,
+    AttnResForSequenceClassification,
+    AttnResForTokenClassification,
+)
 from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig, is_multimodal
 from ..multimodal_attnres import config_class_of as multimodal_config_class
 from ..saving_attnres import depth_of_weights

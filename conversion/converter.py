@@ -9,21 +9,41 @@ from typing import Any
 import torch
 from transformers import PreTrainedConfig
 
-from ..checkpoints.checkpoint import BASE_CONFIG_NAME, PROJECTION_NAMES, QUERY_NAMES, Checkpoint, config_errors_explained, open_checkpoint, refuse_links_out
-from ..configuration_attnres import AttnResConfig
 from ..base.probe import probe_sublayers
+from ..checkpoints.checkpoint import (
+    BASE_CONFIG_NAME,
+    PROJECTION_NAMES,
+    QUERY_NAMES,
+    Checkpoint,
+    config_errors_explained,
+    open_checkpoint,
+    refuse_links_out,
+)
+from ..checkpoints.location import read_config_dict
+from ..checkpoints.reports import ConversionReport
+from ..configuration_attnres import AttnResConfig
 from ..depth.queries import AttnResDepthQueries
 from ..depth.reads import Read
 from ..modeling_attnres import AttnResForCausalLM
 from ..multimodal_attnres import AttnResMultimodalConfig
-from ..utils.files import check_destination
-from ..checkpoints.reports import ConversionReport
 from ..saving_attnres import REMOTE_CODE_AUTO_MAP
-from ..checkpoints.location import read_config_dict
+from ..utils.files import check_destination
 from ..utils.untrusted import read_json
-from .checks import MODEL_TYPES, check_config, check_head, check_tensors, check_type, depth_config, is_attnres, refuse_multimodal, refuse_other_naming, refuse_trained_queries, refuse_unscaled_eps
-from .weights import hidden_folder
+from .checks import (
+    MODEL_TYPES,
+    check_config,
+    check_head,
+    check_tensors,
+    check_type,
+    depth_config,
+    is_attnres,
+    refuse_multimodal,
+    refuse_other_naming,
+    refuse_trained_queries,
+    refuse_unscaled_eps,
+)
 from .gguf import find_gguf
+from .weights import hidden_folder
 from .writing import write_checkpoint
 
 

@@ -24,11 +24,11 @@ from transformers import PreTrainedConfig
 
 from ..base.config import base_config_class
 from ..checkpoints.checkpoint import QUERY_NAMES, Checkpoint, config_errors_explained, open_checkpoint
+from ..checkpoints.location import read_config_dict
+from ..checkpoints.reports import ConversionReport
 from ..configuration_attnres import AttnResConfig
 from ..depth.reads import Read
 from ..utils.files import check_destination
-from ..checkpoints.reports import ConversionReport
-from ..checkpoints.location import read_config_dict
 from .writing import write_checkpoint
 
 

@@ -20,8 +20,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_gguf_available, quantization_config
 
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
-from ..checkpoints.reports import SourceWeights
 from ..checkpoints.location import hub_can_be_reached, hub_errors_explained, local_folder
+from ..checkpoints.reports import SourceWeights
 from ..utils.untrusted import check_inside
 from .running import quiet_loading
 

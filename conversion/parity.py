@@ -273,7 +273,7 @@ def check_device(device: str):
 
 def read_sample() -> str:
     """The built-in text."""
-    return resources.files(__package__).joinpath("sample.txt").read_text(encoding="utf-8")
+    return resources.files(data).joinpath("sample.txt").read_text(encoding="utf-8")
 
 
 def read_windows(

@@ -14,15 +14,22 @@ import transformers
 from transformers import AutoProcessor, PreTrainedConfig
 
 from .. import __version__
-from ..checkpoints.checkpoint import BASE_CONFIG_NAME, REPORT_NAMES, Checkpoint, load_tokenizer, open_checkpoint, refuse_links_out
+from ..checkpoints.checkpoint import (
+    BASE_CONFIG_NAME,
+    REPORT_NAMES,
+    Checkpoint,
+    load_tokenizer,
+    open_checkpoint,
+    refuse_links_out,
+)
+from ..checkpoints.reports import ConversionReport, SourceWeights
 from ..configuration_attnres import AttnResConfig
 from ..depth.reads import Read
 from ..model_cards.card import CODE_FILES, code_files, inherited_metadata, weights_of, write_model_card
-from ..checkpoints.reports import ConversionReport, SourceWeights
 from .checks import check_tensors, depth_config, is_attnres
-from .weights import atomic_folder, copy_companions, write_weights
 from .parity import check_device, check_finite_weights, compare_with, read_sample, read_windows, run_reference
 from .running import quiet_loading
+from .weights import atomic_folder, copy_companions, write_weights
 
 
 BASE_CARD_NAME = "README.base.md"

@@ -12,9 +12,9 @@ from lm_eval.tasks import TaskManager
 from lm_eval.tasks._yaml_loader import load_yaml
 
 from ..utils.untrusted import parse_yaml
-from .sandbox import cruxeval
 from .code_answers import NotForChat, take_programs_from_chat
 from .models import EvalOptions
+from .sandbox import cruxeval
 
 
 # It says of tasks that read their data with a function how that could be given arguments

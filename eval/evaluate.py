@@ -21,7 +21,15 @@ from lm_eval.tasks import TaskManager
 from ..checkpoints.fingerprint import folder_fingerprint
 from ..utils.devices import default_device, is_dtype, is_first_process, reason_against_device
 from . import report, sandbox
-from .benchmarks import Benchmark, Unavailable, benchmarks_of_tasks, load_suite, load_tasks, task_manager, with_code_execution_marked
+from .benchmarks import (
+    Benchmark,
+    Unavailable,
+    benchmarks_of_tasks,
+    load_suite,
+    load_tasks,
+    task_manager,
+    with_code_execution_marked,
+)
 from .harness import run, versions
 from .models import EvalModel, EvalOptions, check_chat_template, load_model
 from .saved import ModelResults, output_folder

@@ -14,8 +14,8 @@ from lm_eval.models.huggingface import HFLM
 
 from ..checkpoints.checkpoint import check_adapter, check_shapes, load_tokenizer
 from ..checkpoints.fingerprint import checkpoint_fingerprint
-from ..data.rows import template_time_limit
 from ..checkpoints.location import hub_commit, read_config_dict
+from ..data.rows import template_time_limit
 from ..utils.untrusted import check_folder, stranger_errors_explained
 
 

@@ -22,8 +22,8 @@ import numpy as np
 import xxhash
 from lm_eval.api.model import LM, CacheHook, CachingLM, hash_args
 
-from ..utils.files import only_run_in, write_file
 from ..utils.devices import is_first_process
+from ..utils.files import only_run_in, write_file
 
 
 if TYPE_CHECKING:

@@ -10,9 +10,9 @@ from rich.progress import track
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
+from ..base.probe import decoder_layers
 from ..configuration_attnres import AttnResConfig
 from ..depth.attention import mix_and_norm, num_sources
-from ..base.probe import decoder_layers
 from ..depth.stream import DepthRecorder, DepthStream
 
 

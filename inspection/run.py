@@ -15,12 +15,12 @@ from transformers import PreTrainedTokenizerBase
 
 from .. import __version__
 from ..checkpoints.checkpoint import load_config, load_language_model, load_tokenizer
+from ..checkpoints.fingerprint import checkpoint_fingerprint
+from ..checkpoints.location import hub_commit
 from ..configuration_attnres import AttnResConfig
 from ..conversion.parity import read_sample
-from ..checkpoints.fingerprint import checkpoint_fingerprint
-from ..utils.files import check_writable, write_file
 from ..utils.devices import default_device, is_dtype, reason_against_device
-from ..checkpoints.location import hub_commit
+from ..utils.files import check_writable, write_file
 from ..utils.untrusted import check_folder
 from .effects import ablate, gradient_rms
 from .measure import DepthStatistics, check_is_attnres, measure, read_excerpt, source_names

@@ -23,13 +23,13 @@ from transformers import AutoModelForImageTextToText
 
 from .. import __version__
 from ..checkpoints.checkpoint import REPORT_NAMES, ZERO_AT_FIRST, Checkpoint, open_checkpoint
+from ..checkpoints.fingerprint import checkpoint_fingerprint
+from ..checkpoints.reports import SourceWeights, VerificationReport
 from ..configuration_attnres import AttnResConfig
 from ..depth.reads import Read
-from ..checkpoints.fingerprint import checkpoint_fingerprint
+from ..utils.files import write_file
 from ..utils.installation import how_to_install
 from ..utils.markup import Markdown, code, escaped, plain_markdown, render, sentence
-from ..utils.files import write_file
-from ..checkpoints.reports import SourceWeights, VerificationReport
 from ..utils.untrusted import file_inside, in_one_line, parse_json, parse_yaml, read_inside
 
 

@@ -11,10 +11,10 @@ from huggingface_hub.errors import HfHubHTTPError
 from huggingface_hub.utils import validate_repo_id
 
 from ..checkpoints.checkpoint import COMPANIONS, INDEX_NAME, Checkpoint, open_checkpoint, refuse_links_out
-from ..configuration_attnres import AttnResConfig
-from .card import code_files, code_metadata, model_card, read_metadata
-from ..saving_attnres import REMOTE_CODE_AUTO_MAP
 from ..checkpoints.location import HTTPError
+from ..configuration_attnres import AttnResConfig
+from ..saving_attnres import REMOTE_CODE_AUTO_MAP
+from .card import code_files, code_metadata, model_card, read_metadata
 
 
 @dataclass(frozen=True)

@@ -16,10 +16,10 @@ from torch import nn
 from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+from attnres.base.probe import decoder_layers, probe_slices
+from attnres.base.slices import PassThrough, count_tensors
 from attnres.configuration_attnres import AttnResConfig
 from attnres.conversion.weights import hidden_folder
-from attnres.base.slices import PassThrough, count_tensors
-from attnres.base.probe import decoder_layers, probe_slices
 from attnres.depth.queries import AttnResDepthQueries
 from attnres.modeling_attnres import AttnResForCausalLM
 

@@ -12,8 +12,8 @@ from vllm.model_executor.models.utils import PPMissingLayer, make_empty_intermed
 
 import attnres  # noqa: F401  registers the config and the classes in transformers
 from attnres.base.classes import DepthReader
-from attnres.base.slices import count_tensors, stack_sources, stream_of_sources
 from attnres.base.probe import decoder_layers, probe_slices
+from attnres.base.slices import count_tensors, stack_sources, stream_of_sources
 from attnres.serving.logits import HeadOfBase
 
 

@@ -22,8 +22,10 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnres
-from attnres.depth import attention as depth_attention, backends as depth_backends, stream as depth_stream
 from attnres.base.classes import DepthReader, of_both
+from attnres.depth import attention as depth_attention
+from attnres.depth import backends as depth_backends
+from attnres.depth import stream as depth_stream
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -648,7 +650,10 @@ def test_environment_variable(tmp_path):
     assert forced.returncode == 0 and "  cpu: reference, as was chosen\n" in forced.stdout
     assert "ATTNRES_BACKEND=reference chooses how reads over depth are computed" in forced.stderr
     unknown = run_env(ATTNRES_BACKEND="cuda")
-    assert unknown.returncode == 0 and "  not known: ValueError: `cuda` is not a backend; there are auto" in unknown.stdout
+    assert (
+        unknown.returncode == 0
+        and "  not known: ValueError: `cuda` is not a backend; there are auto" in unknown.stdout
+    )
     assert "Traceback" not in unknown.stderr
 
 

@@ -15,11 +15,11 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
 from attnres import BlockCache
-from studies.costs import peers
 from attnres.benchmarks import twin
-from studies.costs.long_context import block_cache_bytes
 from attnres.benchmarks.twin import SHAPES, TWIN, Case, load_twin, make_models, make_twin, report
 from attnres.cli import app
+from studies.costs import peers
+from studies.costs.long_context import block_cache_bytes
 
 
 TELLS_PEAKS = os.access("/proc/self/clear_refs", os.W_OK)

@@ -20,15 +20,15 @@ from tiny_models import convert as convert_in_memory
 from tiny_models import tiny_base_model
 
 from attnres.checkpoints.checkpoint import open_checkpoint
+from attnres.checkpoints.reports import ConversionReport, Parity, SourceWeights, VerificationReport
 from attnres.conversion import convert, revert
 from attnres.eval.report import forest_plot, table
 from attnres.inspection.figures import heat_map, profiles
 from attnres.inspection.measure import DepthStatistics, SiteStatistics
-from attnres.utils.markup import code, escaped, plain_markdown, printable, sentence
 from attnres.model_cards.card import weights_of, write_adapter_card, write_model_card
-from attnres.checkpoints.reports import ConversionReport, Parity, SourceWeights, VerificationReport
 from attnres.training.curves import plot_curves
 from attnres.training.finetune import metadata_of_base
+from attnres.utils.markup import code, escaped, plain_markdown, printable, sentence
 
 
 HARMFUL = {

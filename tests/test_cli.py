@@ -19,8 +19,8 @@ from tiny_models import tiny_base_model
 from typer.main import get_command
 
 from attnres.cli import COMMANDS, app
-from attnres.conversion.parity import read_sample
 from attnres.cli.demo import train_tokenizer
+from attnres.conversion.parity import read_sample
 
 
 PROGRAM = get_command(app)
@@ -210,9 +210,9 @@ def stand_in(result):
 
 def test_what_takes_long(base, tmp_path, monkeypatch, run_json, capsys):
     """Of training and measuring, JSON is on stdout alone, and what is printed meanwhile on stderr."""
-    from attnres.eval import evaluate as eval
     from attnres import inspection, training
     from attnres.benchmarks import twin
+    from attnres.eval import evaluate as eval
 
     history = [{"step": 0, "eval_loss": 2.0}, {"step": 5, "eval_loss": 1.0}]
     tuned = training.FinetuneResult(tmp_path / "final", history, 7, None, [tmp_path / "loss.png"])

@@ -13,9 +13,9 @@ from lm_eval.tasks import TaskManager
 
 import attnres.eval.evaluate
 from attnres.eval import EvalOptions, evaluate
-from attnres.eval.evaluate import evaluation_environment
 from attnres.eval.benchmarks import Benchmark, Unavailable, load_tasks
 from attnres.eval.code_answers import take_programs_from_chat
+from attnres.eval.evaluate import evaluation_environment
 from attnres.eval.sandbox.cruxeval import program_and_tests
 
 

@@ -12,7 +12,17 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from attnres.depth.attention import BlockCache, depth_attention, depth_attention_reference, inverse_rms, merge_partial, mix_and_norm, num_sources, read_closed, source_scores
+from attnres.depth.attention import (
+    BlockCache,
+    depth_attention,
+    depth_attention_reference,
+    inverse_rms,
+    merge_partial,
+    mix_and_norm,
+    num_sources,
+    read_closed,
+    source_scores,
+)
 
 
 EPS = 1e-6

@@ -23,18 +23,18 @@ from peft import LoraConfig, get_peft_model
 from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM
 
-from attnres.conversion.parity import read_sample
+from attnres.checkpoints.fingerprint import checkpoint_fingerprint
 from attnres.cli.demo import train_tokenizer
+from attnres.conversion.parity import read_sample
 from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite
-from attnres.eval.evaluate import evaluation_environment
 from attnres.eval.benchmarks import Benchmark, Unavailable, in_sandbox, load_tasks, task_manager
+from attnres.eval.evaluate import evaluation_environment
 from attnres.eval.harness import sample_record
 from attnres.eval.models import load_model
 from attnres.eval.report import answer_warnings, rebuild
 from attnres.eval.sandbox import NoSandbox, Wall, reason_against
 from attnres.eval.saved import Finished, ModelResults
 from attnres.eval.statistics import bootstrap_interval, compare, holm, score
-from attnres.checkpoints.fingerprint import checkpoint_fingerprint
 
 
 @pytest.fixture(scope="module")

@@ -20,8 +20,8 @@ from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResForCausalLM
-from attnres.conversion.parity import read_sample
 from attnres.cli.demo import train_tokenizer
+from attnres.conversion.parity import read_sample
 from attnres.training import AttnResTrainingArguments, FinetuneArguments, finetune, lora_config, queries_config
 from attnres.training.config import MODES, read_config
 from attnres.training.finetune import four_bits
@@ -176,7 +176,7 @@ def test_early_stopping_goes_on_where_it_was(folder, tmp_path):
 
 
 def killed_runs(folder, *arguments):
-    script = Path(__file__).with_name("killed_runs.py")
+    script = Path(__file__).with_name("tools") / "killed_runs.py"
     result = subprocess.run([sys.executable, script, folder, *arguments], capture_output=True, text=True)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "all weights bit-identical" in result.stdout
@@ -389,8 +389,8 @@ def test_kinds_of_data(folder, tmp_path):
     """Chats and completions learn the answers alone; text, Parquet and folders are read alike."""
     from datasets import Dataset
 
-    from attnres.data.rows import load_rows
     from attnres.data import packing as data
+    from attnres.data.rows import load_rows
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     tokenizer.chat_template = CHAT_TEMPLATE

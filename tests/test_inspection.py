@@ -27,12 +27,12 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from typer.testing import CliRunner
 
 import attnres
+from attnres.checkpoints.fingerprint import checkpoint_fingerprint
 from attnres.cli import app
-from attnres.conversion.parity import read_sample
 from attnres.cli.demo import train_tokenizer
+from attnres.conversion.parity import read_sample
 from attnres.depth.attention import depth_attention_reference
 from attnres.depth.stream import DepthStream
-from attnres.checkpoints.fingerprint import checkpoint_fingerprint
 from attnres.inspection import DepthStatistics, Excerpt, SiteStatistics, ablate, gradient_rms, inspect, measure
 from attnres.inspection.callback import DepthMapCallback
 from attnres.inspection.figures import ablation_map, ablation_matrix, heat_map, weight_matrix

@@ -22,8 +22,8 @@ from transformers import AutoModelForCausalLM, LlavaConfig, conversion_mapping, 
 from transformers.core_model_loading import WeightRenaming
 
 from attnres import AttnResMultimodalConfig
-from attnres.cli.demo import train_tokenizer
 from attnres.base.library_lookups import LOOKUPS, OTHER_LOOKUPS, typed_as_base
+from attnres.cli.demo import train_tokenizer
 
 
 ROOT = Path(__file__).parents[1]

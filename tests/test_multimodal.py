@@ -32,8 +32,8 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 import attnres
-from attnres.conversion import convert, revert
 from attnres.base.families import describe_probe, read_config
+from attnres.conversion import convert, revert
 
 
 IMAGE = 90  # the token that an image takes the place of

@@ -26,7 +26,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification
 from attnres.base import probe as depth_probe
 from attnres.depth.attention import BlockCache
-from attnres.parallel import AttnResPipeline, Layout, divide_block_cache, num_transfers, plan, route_blocks, sites_of_stages
+from attnres.parallel import (
+    AttnResPipeline,
+    Layout,
+    divide_block_cache,
+    num_transfers,
+    plan,
+    route_blocks,
+    sites_of_stages,
+)
 from attnres.parallel.pipeline import OPTIMIZER_FILE, spread
 from attnres.parallel.plan import in_flight, parameters
 from attnres.parallel.stage import BlockStore

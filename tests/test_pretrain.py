@@ -23,8 +23,9 @@ from test_parallel import in_processes
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, __version__
 
 from attnres import AttnResForCausalLM
-from attnres.conversion.parity import read_sample
 from attnres.cli.demo import train_tokenizer
+from attnres.conversion.parity import read_sample
+from attnres.data.packed_rows import PackedStream
 from attnres.training import AttnResTrainingArguments, PretrainArguments, pretrain
 from attnres.training.config import of_fields, read_config
 from attnres.training.finetune import last_whole_checkpoint
@@ -32,7 +33,6 @@ from attnres.training.loss_guard import LossGuard
 from attnres.training.optimizer import WithMuon, with_muon
 from attnres.training.pretrain import make_model, prepare, read_model_config, train_over_stages
 from attnres.training.stages import StageLoop
-from attnres.data.packed_rows import PackedStream
 
 
 CONFIGS = sorted((Path(__file__).parents[1] / "training" / "configs").glob("p*.yaml"), reverse=True)

@@ -19,9 +19,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, __version__, initialization
 
 from attnres import AttnResConfig
-from attnres.conversion import convert, revert
-from attnres.base.probe import probe_layers, probe_sublayers
 from attnres.base.families import describe_probe, read_decoder_config
+from attnres.base.probe import probe_layers, probe_sublayers
+from attnres.conversion import convert, revert
 
 
 CONFIG = """

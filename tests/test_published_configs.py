@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`config.json` as models have it on the Hub, but small: each goes through everything that is done with a checkpoint.
 
-`published_configs.json` has them with all their fields, those that transformers does not know included; what was made
+`helpers/published_configs.json` has them with all their fields, those that transformers does not know included; what was made
 small are sizes, counts of layers and experts, and ids of tokens. What says how weights were quantised is left out.
 """
 
@@ -19,12 +19,12 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, MllamaConfig
 
 from attnres import AttnResForCausalLM
+from attnres.base.families import describe_probe, read_decoder_config
 from attnres.conversion import convert, open_checkpoint, revert
 from attnres.conversion.parity import check_finite_weights
-from attnres.base.families import describe_probe, read_decoder_config
 
 
-CONFIGS = json.loads(Path(__file__).with_name("published_configs.json").read_text())
+CONFIGS = json.loads((Path(__file__).with_name("helpers") / "published_configs.json").read_text())
 
 
 def write_checkpoint(folder: Path, config: dict):

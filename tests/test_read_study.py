@@ -9,8 +9,20 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from studies.reads.study import ARMS, GRID, LATER_ARMS, SEEDS, TUNING_SEED, Run, app, make_model, next_run, steps_of, tuning_run
 from attnres.training.scaling.sweep import next_rate
+from studies.reads.study import (
+    ARMS,
+    GRID,
+    LATER_ARMS,
+    SEEDS,
+    TUNING_SEED,
+    Run,
+    app,
+    make_model,
+    next_run,
+    steps_of,
+    tuning_run,
+)
 
 
 def test_a_sweep_goes_on_until_the_best_rate_is_inside():

@@ -12,14 +12,14 @@ import pytest
 import typer
 import yaml
 
-from studies.scaling.text import PIECE_LENGTH, pieces
-from attnres.training.scaling.sweep import next_rate
-from attnres.conversion.parity import read_sample
 from attnres.cli.demo import train_tokenizer
+from attnres.conversion.parity import read_sample
 from attnres.training.scaling import ladder as module
 from attnres.training.scaling import plot
 from attnres.training.scaling.fit import PFLOPS_DAY, advantage, fit_floor, fit_ladder, fit_law
 from attnres.training.scaling.ladder import Run, read_ladder, results_of, run_ladder, runs_left
+from attnres.training.scaling.sweep import next_rate
+from studies.scaling.text import PIECE_LENGTH, pieces
 
 
 HEADS = {"num_attention_heads": 2, "num_key_value_heads": 2}

@@ -24,11 +24,11 @@ from transformers import AutoTokenizer
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from typer.testing import CliRunner
 
-from studies.costs.serving import Request, Server, compare, make_requests, send_all, table_of
-from attnres.cli import app
-from attnres.conversion.parity import read_sample
-from attnres.cli.demo import train_tokenizer
 from attnres.base.families import survey
+from attnres.cli import app
+from attnres.cli.demo import train_tokenizer
+from attnres.conversion.parity import read_sample
+from studies.costs.serving import Request, Server, compare, make_requests, send_all, table_of
 
 
 TEMPLATE = (

@@ -16,8 +16,10 @@ import numpy as np
 import pytest
 import typer
 
-from studies.reads import ablation_table, study as read_study
-from studies.common import paired, arms as study_arms
+from studies.common import arms as study_arms
+from studies.common import paired
+from studies.reads import ablation_table
+from studies.reads import study as read_study
 from studies.two_depths import study as two_depths
 
 

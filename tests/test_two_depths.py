@@ -12,7 +12,21 @@ import torch
 import typer
 
 from studies.two_depths import study as two_depths
-from studies.two_depths.study import ARMS, DEPTHS, FURTHER, IN_TIME, RATES, SCALED, SEEDS, STEPS, TUNING_SEEDS, chosen_rate, make_model, next_run, report
+from studies.two_depths.study import (
+    ARMS,
+    DEPTHS,
+    FURTHER,
+    IN_TIME,
+    RATES,
+    SCALED,
+    SEEDS,
+    STEPS,
+    TUNING_SEEDS,
+    chosen_rate,
+    make_model,
+    next_run,
+    report,
+)
 
 
 SHIFTS = {("deep", "blocks"): -0.2, ("wide", "blocks"): -0.02, ("deep", "full"): 0.1}

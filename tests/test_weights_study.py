@@ -9,10 +9,10 @@ import pytest
 import torch
 import typer
 
-from studies.weights import study as weights_study
-from studies.reads.study import STEPS, Run, make_model
-from studies.weights.study import COUNTS, EARLY, NUM_SITES, RATES, agreement, half_of, left_out, likeness, report
 from attnres.depth.stream import DepthRecorder
+from studies.reads.study import STEPS, Run, make_model
+from studies.weights import study as weights_study
+from studies.weights.study import COUNTS, EARLY, NUM_SITES, RATES, agreement, half_of, left_out, likeness, report
 
 
 def with_queries(arm: str, std: float = 0.3):

@@ -14,8 +14,8 @@ import xxhash
 from datasets import Dataset
 
 from ..checkpoints.fingerprint import checkpoint_fingerprint, file_hash, folder_fingerprint
-from ..utils.files import write_file
 from ..checkpoints.location import hub_commit
+from ..utils.files import write_file
 from ..utils.untrusted import read_json
 
 

@@ -14,8 +14,8 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
-from ..utils.markup import figure_text
 from ..utils.files import COLOURS, write_figure
+from ..utils.markup import figure_text
 
 
 def curve(history: list[dict[str, Any]], name: str) -> tuple[list[int], list[float]]:

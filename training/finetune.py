@@ -29,15 +29,24 @@ from transformers import (
 )
 
 from ..checkpoints.checkpoint import load_language_model, load_tokenizer
+from ..checkpoints.location import HTTPError, hub_can_be_reached
+from ..data import packing as data
+from ..data.rows import IGNORED_LABEL, kind_of_rows, load_rows
 from ..inspection.callback import DepthMapCallback
 from ..model_cards.card import inherited_metadata, read_metadata, write_adapter_card, write_model_card
 from ..utils.files import disk_errors_explained, only_run_in, write_file
-from ..data.rows import IGNORED_LABEL, kind_of_rows, load_rows
-from ..checkpoints.location import HTTPError, hub_can_be_reached
 from ..utils.untrusted import read_yaml
-from ..data import packing as data
 from .checkpoints import check_same_run, last_whole_checkpoint, model_fingerprint, pass_over, rows_fingerprint
-from .config import FinetuneArguments, cannot_pack, check_rows_to_evaluate_on, check_run, make_adapter, read_config, read_model_config, split_config
+from .config import (
+    FinetuneArguments,
+    cannot_pack,
+    check_rows_to_evaluate_on,
+    check_run,
+    make_adapter,
+    read_config,
+    read_model_config,
+    split_config,
+)
 from .curves import plot_curves
 from .preview import render_batch
 from .trainer import AttnResTrainer, AttnResTrainingArguments

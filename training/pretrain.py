@@ -33,18 +33,35 @@ from ..base.config import check_known
 from ..checkpoints.checkpoint import load_config, load_language_model, load_tokenizer
 from ..configuration_attnres import AttnResConfig
 from ..conversion.weights import atomic_folder
+from ..data import packing as data
+from ..data.packed_rows import POSITION, PackedStream, collate
+from ..data.rows import load_rows
 from ..inspection.callback import DepthMapCallback
 from ..model_cards.card import write_model_card
 from ..utils.files import disk_errors_explained, write_file
-from ..data.rows import load_rows
 from ..utils.untrusted import check_folder
-from ..data import packing as data
 from . import stages
 from .checkpoints import model_fingerprint, rows_fingerprint, source_fingerprint
-from .config import cannot_pack, check_length, check_rows_to_evaluate_on, check_schedule, of_fields, read_config, training_arguments
+from .config import (
+    cannot_pack,
+    check_length,
+    check_rows_to_evaluate_on,
+    check_schedule,
+    of_fields,
+    read_config,
+    training_arguments,
+)
 from .curves import plot_curves
-from .finetune import FinetuneResult, begin, check_output, checkpoint_to_resume, held_out_losses, metadata_of_base, run_folder, save_final
-from ..data.packed_rows import POSITION, PackedStream, collate
+from .finetune import (
+    FinetuneResult,
+    begin,
+    check_output,
+    checkpoint_to_resume,
+    held_out_losses,
+    metadata_of_base,
+    run_folder,
+    save_final,
+)
 from .trainer import AttnResTrainer, AttnResTrainingArguments
 
 

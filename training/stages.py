@@ -24,16 +24,16 @@ from transformers import PreTrainedConfig, PreTrainedModel, Trainer, get_schedul
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from ..base import families
-from ..checkpoints.checkpoint import load_language_model
-from ..base.slices import PassThrough
 from ..base.probe import decoder_layers
-from ..utils.files import write_file
+from ..base.slices import PassThrough
+from ..checkpoints.checkpoint import load_language_model
+from ..data.packed_rows import POSITION, collate
+from ..data.rows import IGNORED_LABEL
 from ..parallel import AttnResPipeline
 from ..parallel.pipeline import microbatches_needed, ranks_of_stages, spread
-from ..data.rows import IGNORED_LABEL
+from ..utils.files import write_file
 from .checkpoints import MANIFEST, write_manifest
 from .optimizer import separate_queries, with_muon
-from ..data.packed_rows import POSITION, collate
 from .trainer import AttnResTrainingArguments
 
 

@@ -1,8 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What the reads cost in decoders of other kinds than Llama's, with random weights in the shape of small models.
 
-    python studies/costs/kinds.py run       # minutes for each kind; interrupted, it goes on
-    python studies/costs/kinds.py report    # the table in docs/costs.md
+    python -m studies.costs.kinds run       # minutes for each kind; interrupted, it goes on
+    python -m studies.costs.kinds report    # the table in docs/costs.md
 
 What is measured lies in `studies/costs/kinds`, kind by kind.
 """
@@ -22,7 +22,7 @@ from attnres.utils.files import write_file
 
 
 RESULTS = Path(__file__).parent / "kinds"
-PAGE = Path(__file__).parents[1] / "docs/costs.md"
+PAGE = Path(__file__).parents[2] / "docs/costs.md"
 CASES = {"decode-1-64": "decode a token", "prefill-512": "prefill 512 tokens", "train-256": "a step, 256 tokens"}
 VARIANTS = ("8", "full")
 WIDTH = {"hidden_size": 768, "num_hidden_layers": 12, "num_attention_heads": 12}

@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Memory of a long prompt, in one piece and in chunks. `python studies/costs/long_context.py`
+"""Memory of a long prompt, in one piece and in chunks. `python -m studies.costs.long_context`
 
 While a prompt is read the block cache holds every closed block of all its tokens. They are of no use to the tokens
 behind them, so with `prefill_chunk_size` no more than the blocks of one chunk are ever there:

@@ -1,9 +1,9 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The read over depth alone: against other ways to write it, and how its cost grows.
 
-    python studies/costs/peers.py run       # one block of 8 sites behind an embedding and 4 closed blocks
-    python studies/costs/peers.py growth    # with depth, with the number of blocks, with the number of tokens
-    python studies/costs/peers.py report    # tables and plots anew, from the results alone
+    python -m studies.costs.peers run       # one block of 8 sites behind an embedding and 4 closed blocks
+    python -m studies.costs.peers growth    # with depth, with the number of blocks, with the number of tokens
+    python -m studies.costs.peers report    # tables and plots anew, from the results alone
 
 All candidates compute the same: the partial sums of a block and what its sites read, in inference. They are run in
 turn in one process, on one thread, and compared with the definition first. Code of others is left out where it is not

@@ -1,8 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """An AttnRes checkpoint under load, behind `attnres serve`, and its base beside it; on loopback.
 
-    python studies/costs/serving.py run MODEL BASE [--engine vllm]    # studies/costs/serving/ENGINE.json
-    python studies/costs/serving.py table                             # both engines side by side
+    python -m studies.costs.serving run MODEL BASE [--engine vllm]    # studies/costs/serving/ENGINE.json
+    python -m studies.costs.serving table                             # both engines side by side
 
 Many clients at once send prompts of different lengths, at temperature 0. Some read their answer as a stream, some go
 away in the middle of one, some send what is no JSON or a prompt longer than the model's context. Every answer that was

@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """A real pretrained model trained further for 256,000 tokens, 25 times as long as in `retrofit_study.py`.
 
-    python studies/long_retrofit/study.py run     # hours on one thread; interrupted, it continues at the last checkpoint
+    python -m studies.long_retrofit.study run     # hours on one thread; interrupted, it continues at the last checkpoint
 
 What is compared, and how, was written down first: studies/long_retrofit/protocol.md.
 """
@@ -17,11 +17,11 @@ import typer
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import get_last_checkpoint
 
-from studies.reads.study import TUNING_SEED, Run
-from studies.retrofit.study import QUERY_RATE, judge, prepare, train_missing
-from attnres.training.scaling.sweep import next_rate
 from attnres.benchmarks.twin import machine
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
+from attnres.training.scaling.sweep import next_rate
+from studies.reads.study import TUNING_SEED, Run
+from studies.retrofit.study import QUERY_RATE, judge, prepare, train_missing
 
 
 RESULTS = Path(__file__).parent / "long_retrofit"

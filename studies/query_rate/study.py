@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Does the measured learning rate of the depth queries hold from one width to another?
 
-    python studies/query_rate/study.py run [--model FOLDER]    # makes what has no result yet
-    python studies/query_rate/study.py report                  # the tables, from studies/query_rate/results.json
+    python -m studies.query_rate.study run [--model FOLDER]    # makes what has no result yet
+    python -m studies.query_rate.study report                  # the tables, from studies/query_rate/results.json
 
 Small models of several widths and depths are trained for a short while on the standard library's source and converted;
 a `--model` is an AttnRes checkpoint of your own. Each is fine-tuned on the source of networkx for 50 steps as
@@ -28,13 +28,13 @@ from transformers import (
     set_seed,
 )
 
-from attnres.conversion import convert
 from attnres.cli.demo import standard_library, train_tokenizer, windows
-from attnres.utils.files import write_file
+from attnres.conversion import convert
 from attnres.training import finetune
+from attnres.utils.files import write_file
 
 
-RESULTS = Path(__file__).parent / "query_rate"
+RESULTS = Path(__file__).parent
 # Width: layers, and steps of training before the conversion
 SHAPES = {64: (12, 150), 128: (4, 150), 256: (6, 100), 512: (3, 80)}
 CONSTANT_RATES = (1e-4, 3e-4, 1e-3, 3e-3, 1e-2, 3e-2)

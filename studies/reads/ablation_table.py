@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The paper's table of ablations beside ours, from the runs of the study of reads.
 
-`python studies/reads/ablation_table.py` writes ablations.md and its figure in `studies/reads`.
+`python -m studies.reads.ablation_table` writes ablations.md and its figure in `studies/reads`.
 """
 
 import statistics
@@ -12,9 +12,18 @@ import matplotlib.pyplot as plt
 import typer
 from rich.console import Console
 
-from studies.common.paired import bold_if_certain, corrected_p, in_words, side
-from studies.reads.study import ARMS, LATER_ARMS, OTHER_RATES, RESULTS, SEEDS_OF_OTHER_RATES, TUNING_SEED, read_other_rates, read_runs
 from attnres.utils.files import COLOURS, write_figure, write_file
+from studies.common.paired import bold_if_certain, corrected_p, in_words, side
+from studies.reads.study import (
+    ARMS,
+    LATER_ARMS,
+    OTHER_RATES,
+    RESULTS,
+    SEEDS_OF_OTHER_RATES,
+    TUNING_SEED,
+    read_other_rates,
+    read_runs,
+)
 
 
 SEEDS = SEEDS_OF_OTHER_RATES
@@ -43,7 +52,7 @@ def chosen(results: Path) -> dict[str, tuple[float, list[float]]]:
     missing = [key for key in OTHER_RATES if not found.get(key, {}).keys() >= set(SEEDS)]
     if missing:
         names = ", ".join(f"{arm} at {rate:g}" for arm, rate in missing)
-        raise typer.BadParameter(f"Runs are missing, of {names}: `python studies/reads/study.py rates`.")
+        raise typer.BadParameter(f"Runs are missing, of {names}: `python -m studies.reads.study rates`.")
     for run, result in read_runs(results).items():
         if run.seed != TUNING_SEED:
             found.setdefault((run.arm, run.learning_rate), {})[run.seed] = result

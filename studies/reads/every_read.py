@@ -1,8 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Reads over depth side by side: how exact each is on a small model and on a real one, and what each costs.
 
-    python studies/reads/every_read.py run --model MODEL    # a GGUF file, a folder or a Hub id; minutes for each read
-    python studies/reads/every_read.py report               # the table in docs/how_to/reads.md
+    python -m studies.reads.every_read run --model MODEL    # a GGUF file, a folder or a Hub id; minutes for each read
+    python -m studies.reads.every_read report               # the table in docs/how_to/reads.md
 
 What is measured lies in `studies/reads`, read by read; interrupted, it goes on from there.
 """
@@ -24,8 +24,8 @@ from attnres.conversion import convert
 from attnres.utils.files import write_file
 
 
-RESULTS = Path(__file__).parent / "reads" / "reads.json"
-PAGE = Path(__file__).parents[1] / "docs/how_to/reads.md"
+RESULTS = Path(__file__).with_name("reads.json")
+PAGE = Path(__file__).parents[2] / "docs/how_to/reads.md"
 # The first is the paper's own, and so is the second: how far it is from the first is the noise
 READS = (
     *("8", "8:open_block=sum", "8:num_heads=4", "8:num_heads=8", "8:weights=sigmoid", "8:weights=softmax1"),
@@ -157,7 +157,7 @@ def table(results: dict[str, Any]) -> str:
     of_machine = results["machine"]
     lines += [
         "",
-        f"Measured with `python studies/reads/every_read.py run --model {results['model']}` ({of_machine['processor']},"
+        f"Measured with `python -m studies.reads.every_read run --model {results['model']}` ({of_machine['processor']},"
         f" {of_machine['threads']} threads, commit {of_machine['commit']}, {of_machine['date']}). The perplexity of"
         f" the base is {results['reads'][READS[0]]['perplexity_before']:.4f}.",
     ]

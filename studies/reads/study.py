@@ -1,10 +1,10 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Which reads over depth make a small model better, every arm with a learning rate of its own.
 
-    python studies/reads/study.py run      # hours on one thread; interrupted, it goes on
-    python studies/reads/study.py rates    # at other rates than those of the sweeps, and the arms that came later
-    python studies/reads/study.py speed    # seconds per training step, alternating, in one process
-    python studies/reads/study.py report   # table.md from what lies in studies/reads
+    python -m studies.reads.study run      # hours on one thread; interrupted, it goes on
+    python -m studies.reads.study rates    # at other rates than those of the sweeps, and the arms that came later
+    python -m studies.reads.study speed    # seconds per training step, alternating, in one process
+    python -m studies.reads.study report   # table.md from what lies in studies/reads
 
 What is compared, and how, was written down first: studies/reads/protocol.md.
 """
@@ -23,16 +23,16 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, set_seed
 
 from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.benchmarks.twin import alternate, machine
+from attnres.training import AttnResTrainer, AttnResTrainingArguments
+from attnres.training.scaling.sweep import next_rate
+from attnres.utils.files import write_file
+from studies.common.arms import BATCH, NUM_BLOCKS, SHAPE, TRAINING, Results, Work, prepare, rows_of, training_step
 from studies.common.comparison_reads import with_read
 from studies.common.paired import at_equal_time, bold_if_certain, corrected_p, detectable, in_words
-from studies.common.arms import BATCH, NUM_BLOCKS, SHAPE, TRAINING, Results, Work, prepare, rows_of, training_step
-from attnres.training.scaling.sweep import next_rate
-from attnres.benchmarks.twin import alternate, machine
-from attnres.utils.files import write_file
-from attnres.training import AttnResTrainer, AttnResTrainingArguments
 
 
-RESULTS = Path(__file__).parent / "read_study"
+RESULTS = Path(__file__).parent
 SEEDS, TUNING_SEED = range(5), 100
 STEPS, TUNING_STEPS = 1000, 300
 GRID = (2e-3, 4e-3, 8e-3)
@@ -219,7 +219,7 @@ def run_all(work: Work = Path("study-work"), results: Results = RESULTS):
         write_file(results / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
         losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"
         console.print(f"{run.name}: {losses}, {result['seconds']:.0f} s", highlight=False)
-    console.print(f"All runs are in {results}/runs; `python studies/reads/study.py report` makes the table.")
+    console.print(f"All runs are in {results}/runs; `python -m studies.reads.study report` makes the table.")
 
 
 @app.command()

@@ -1,8 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """All questions of three benchmarks and a hundred prompts, of which `real.py` asks a part: a model and its conversion.
 
-    python studies/real_model/all_questions.py questions BASE CONVERTED WORK    # hours of one core; --set logiqa alone: 40 minutes
-    python studies/real_model/all_questions.py prompts BASE CONVERTED           # 40 minutes
+    python -m studies.real_model.all_questions questions BASE CONVERTED WORK    # hours of one core; --set logiqa alone: 40 minutes
+    python -m studies.real_model.all_questions prompts BASE CONVERTED           # 40 minutes
 
 Both write to `studies/real_model`, and `real.py publish` puts what is there on the page of the docs. `questions` goes on
 from where it was interrupted, as `attnres eval` does.
@@ -16,12 +16,12 @@ from typing import Annotated, Any
 
 import typer
 
-from studies.real_model.prompts import compare_answers
 from attnres.benchmarks.twin import machine
 from attnres.utils.files import write_file
+from studies.real_model.prompts import compare_answers
 
 
-RESULTS = Path(__file__).parent / "real"
+RESULTS = Path(__file__).parent
 SETS = ("quartz", "medmcqa", "logiqa")
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -81,7 +81,7 @@ def questions(
         subprocess.run([*command, "-o", str(folder)], check=True)
         found[name] = {
             "name": name,
-            "command": f"python studies/real_model/all_questions.py questions BASE CONVERTED WORK --set {name}",
+            "command": f"python -m studies.real_model.all_questions questions BASE CONVERTED WORK --set {name}",
             "machine": machine("cpu"),
             **figures(folder),
         }
@@ -98,7 +98,7 @@ def prompts(
 ):
     """Compare the answers of both to questions and problems, token by token."""
     results = {
-        "command": f"python studies/real_model/all_questions.py prompts BASE CONVERTED --number {number} --tokens {tokens}",
+        "command": f"python -m studies.real_model.all_questions prompts BASE CONVERTED --number {number} --tokens {tokens}",
         "machine": machine("cpu"),
         **compare_answers(base, converted, number, tokens),
     }

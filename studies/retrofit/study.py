@@ -1,10 +1,10 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """A real pretrained model trained further, as it is and converted: what it learns, and what it keeps.
 
-    python studies/retrofit/study.py run      # hours on one thread; interrupted, it goes on
-    python studies/retrofit/study.py speed    # seconds per training step, alternating, in one process
-    python studies/retrofit/study.py keep full 0 FOLDER   # trains one of the runs again and keeps the model
-    python studies/retrofit/study.py report   # table.md and the figure from what lies in studies/retrofit
+    python -m studies.retrofit.study run      # hours on one thread; interrupted, it goes on
+    python -m studies.retrofit.study speed    # seconds per training step, alternating, in one process
+    python -m studies.retrofit.study keep full 0 FOLDER   # trains one of the runs again and keeps the model
+    python -m studies.retrofit.study report   # table.md and the figure from what lies in studies/retrofit
 
 What is compared, and how, was written down first: studies/retrofit/protocol.md.
 """
@@ -28,21 +28,21 @@ from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
+from attnres.benchmarks.twin import alternate, machine
+from attnres.cli.demo import windows
+from attnres.conversion import convert, revert
+from attnres.eval.tasks import installed
+from attnres.training.adapters import lora_config, queries_config
+from attnres.training.scaling.sweep import next_rate
+from attnres.utils.files import COLOURS, finish_axis, write_figure, write_file
+from studies.common.arms import check_text
 from studies.common.paired import at_equal_time, bold_if_certain, corrected_p, detectable, in_words, side
 from studies.reads.study import SEEDS, TUNING_SEED, Run, read_runs, trained
-from studies.real_model.run import PACKAGE, packaged_model
 from studies.real_model.prompts import CHAT
-from studies.common.arms import check_text
-from attnres.training.scaling.sweep import next_rate
-from attnres.benchmarks.twin import alternate, machine
-from attnres.conversion import convert, revert
-from attnres.cli.demo import windows
-from attnres.eval.tasks import installed
-from attnres.utils.files import COLOURS, finish_axis, write_figure, write_file
-from attnres.training.adapters import lora_config, queries_config
+from studies.real_model.run import PACKAGE, packaged_model
 
 
-RESULTS = Path(__file__).parent / "retrofit"
+RESULTS = Path(__file__).parent
 STEPS, BATCH, LENGTH = 40, 2, 128
 TUNING_WINDOWS, JUDGING_WINDOWS, QUESTIONS, ANSWER_TOKENS = 24, 48, 100, 48
 NUM_BLOCKS, LORA_RANK, QUERY_RATE = 8, 8, 2e-4
@@ -284,7 +284,7 @@ def run_all(
     torch.set_num_threads(1)
     prepare(work, results)
     train_missing(next_run, train, work, results)
-    console.print(f"All runs are in {results}/runs; `python studies/retrofit/study.py report` makes the table.")
+    console.print(f"All runs are in {results}/runs; `python -m studies.retrofit.study report` makes the table.")
 
 
 @app.command()

@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Is what our scaling ladder compares one of rates? PreNorm again, at the learning rates of 4 blocks.
 
-python studies/scaling/text.py scaling-work
+python -m studies.scaling.text scaling-work
 cd scaling-work && python -m studies.scaling.baseline_rates ../studies/scaling/results --size 62k --size 116k
 
 It goes on where it was, and its runs are kept in `other_rates` beside those of the ladder.
@@ -15,8 +15,8 @@ import torch
 import typer
 from rich.console import Console
 
-from attnres.utils.files import write_file
 from attnres.training.scaling.ladder import LADDER_FILE, Run, carried_rate, read_ladder, results_of, train
+from attnres.utils.files import write_file
 
 
 ARM = "blocks"

@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The text of our scaling ladder: sources of installed packages, held out by file, and a tokenizer.
 
-python studies/scaling/text.py scaling-work
+python -m studies.scaling.text scaling-work
 cd scaling-work && attnres scaling run ../studies/scaling/ladder.yaml -o ../studies/scaling/results
 """
 
@@ -15,9 +15,9 @@ from typing import Annotated
 
 import typer
 
-from studies.common.arms import SKIPPED
 from attnres.cli.demo import train_tokenizer
 from attnres.utils.files import write_file
+from studies.common.arms import SKIPPED
 
 
 PACKAGES = ("networkx", "numpy", "pandas", "scipy", "sympy")
@@ -25,7 +25,7 @@ VOCAB_SIZE = 1024
 # Characters; a row of the ladder has about 320. Rows follow each other from one document, so of a file of half a
 # megabyte the smallest model would see little else
 PIECE_LENGTH = 1000
-RESULTS = Path(__file__).parent / "scaling"
+RESULTS = Path(__file__).parent
 
 
 def split_of(name: str) -> str:

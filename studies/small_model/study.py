@@ -1,9 +1,9 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What Attention Residuals bring to a small model: from scratch, in continued training, with adapters.
 
-    python studies/small_model/study.py run [--jobs 2]    # hours; finished runs are kept, and left out the next time
-    python studies/small_model/study.py speed             # seconds per training step, alternating, in one process
-    python studies/small_model/study.py report            # tables and figures from what lies in studies/small_model
+    python -m studies.small_model.study run [--jobs 2]    # hours; finished runs are kept, and left out the next time
+    python -m studies.small_model.study speed             # seconds per training step, alternating, in one process
+    python -m studies.small_model.study report            # tables and figures from what lies in studies/small_model
 
 Models are trained on the sources of Python's standard library, and continued on those of four installed packages
 (versions in constraints.txt): another domain, which the base has not seen. Every twentieth file of each is held out.
@@ -27,14 +27,26 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoTokenizer
 
-from studies.common.arms import BATCH, LENGTH, PACKAGES, TRAINING, Run, all_runs, continued, from_scratch, prepare, rows_of, training_step
-from studies.small_model.tables import last_loss, write_tables
 from attnres.benchmarks.twin import activation_bytes, alternate
-from attnres.utils.files import write_file
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
+from attnres.utils.files import write_file
+from studies.common.arms import (
+    BATCH,
+    LENGTH,
+    PACKAGES,
+    TRAINING,
+    Run,
+    all_runs,
+    continued,
+    from_scratch,
+    prepare,
+    rows_of,
+    training_step,
+)
+from studies.small_model.tables import last_loss, write_tables
 
 
-RESULTS = Path(__file__).parent / "study"
+RESULTS = Path(__file__).parent
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -141,7 +153,9 @@ def run_all(
             console.print(
                 f"{run.name}: held-out loss {last_loss(result):.4f}, {result['seconds']:.0f} s", highlight=False
             )
-    console.print(f"Wrote {results}/runs/*.json; `python studies/small_model/study.py report` makes the tables and figures.")
+    console.print(
+        f"Wrote {results}/runs/*.json; `python -m studies.small_model.study report` makes the tables and figures."
+    )
 
 
 @app.command()

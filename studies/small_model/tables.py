@@ -7,9 +7,19 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from studies.common.paired import in_words
-from studies.common.arms import BATCH, HELD_OUT_WINDOWS, LENGTH, PACKAGES, QUERIES_ALONE_LEARNING_RATE, QUERY_LEARNING_RATE, RECENCY_BIAS, SWEEP, all_runs
 from attnres.utils.files import write_figure, write_file
+from studies.common.arms import (
+    BATCH,
+    HELD_OUT_WINDOWS,
+    LENGTH,
+    PACKAGES,
+    QUERIES_ALONE_LEARNING_RATE,
+    QUERY_LEARNING_RATE,
+    RECENCY_BIAS,
+    SWEEP,
+    all_runs,
+)
+from studies.common.paired import in_words
 
 
 LABELS = {

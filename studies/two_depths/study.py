@@ -1,9 +1,9 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Small models from scratch, deep and wide, with and without AttnRes, with rates chosen alike.
 
-    python studies/two_depths/study.py run      # hours on one thread; interrupted, it goes on
-    python studies/two_depths/study.py speed    # seconds per training step, alternating, in one process
-    python studies/two_depths/study.py report   # table.md and the figure from what lies in studies/two_depths
+    python -m studies.two_depths.study run      # hours on one thread; interrupted, it goes on
+    python -m studies.two_depths.study speed    # seconds per training step, alternating, in one process
+    python -m studies.two_depths.study report   # table.md and the figure from what lies in studies/two_depths
 
 What is compared, and how, was written down first: studies/two_depths/protocol.md.
 """
@@ -23,16 +23,16 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 
 from attnres import AttnResConfig, AttnResForCausalLM
+from attnres.benchmarks.twin import alternate, machine
+from attnres.training.scaling.sweep import next_rate
+from attnres.utils.files import COLOURS, finish_axis, write_figure, write_file
+from studies.common.arms import BATCH, SHAPE, TRAINING, Results, Work, prepare, rows_of, training_step
 from studies.common.paired import at_equal_time, bold_if_certain, corrected_p, detectable, in_words, side
 from studies.reads.study import RESULTS as READ_STUDY
 from studies.reads.study import read_runs, trained
-from studies.common.arms import BATCH, SHAPE, TRAINING, Results, Work, prepare, rows_of, training_step
-from attnres.training.scaling.sweep import next_rate
-from attnres.benchmarks.twin import alternate, machine
-from attnres.utils.files import COLOURS, finish_axis, write_figure, write_file
 
 
-RESULTS = Path(__file__).parent / "two_depths"
+RESULTS = Path(__file__).parent
 STEPS, SEEDS, TUNING_SEEDS = 600, range(5), range(3)
 RATES = (4e-3, 8e-3, 1.6e-2)
 DEPTHS = {
@@ -184,7 +184,7 @@ def run_all(
         train_and_write(run, work, results / "runs")
     while depth in (None, "deep") and (run := next_run(with_further_rates(results), "deep", FURTHER)):
         train_and_write(run, work, results / "further_rates")
-    console.print(f"All runs are in {results}/runs; `python studies/two_depths/study.py report` makes the table.")
+    console.print(f"All runs are in {results}/runs; `python -m studies.two_depths.study report` makes the table.")
 
 
 @app.command()

@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What a small Full AttnRes model, trained from scratch on source code, reads from where.
 
-`python studies/weights/small_model.py` trains the shape of the study for 800 steps (minutes on one thread), inspects it on files
+`python -m studies.weights.small_model` trains the shape of the study for 800 steps (minutes on one thread), inspects it on files
 that were held out, and leaves the heat map, and what it says to the paper's findings, in `benchmarks/depth`.
 """
 
@@ -14,11 +14,11 @@ import torch
 import typer
 from transformers import AutoTokenizer
 
-from studies.common.arms import BATCH, LENGTH, TRAINING, from_scratch, prepare, rows_of
 from attnres.cli.demo import standard_library
 from attnres.inspection import inspect
-from attnres.utils.files import write_file
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
+from attnres.utils.files import write_file
+from studies.common.arms import BATCH, LENGTH, TRAINING, from_scratch, prepare, rows_of
 
 
 RESULTS = Path(__file__).parent / "depth"

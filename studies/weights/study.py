@@ -1,10 +1,10 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What the weights over depth mean: do they tell what a source is worth, when do patterns show, how alike are outputs.
 
-    python studies/weights/study.py run      # an hour on one thread; interrupted, it goes on
-    python studies/weights/study.py rates    # each at the rate of the others, for the likeness of outputs
-    python studies/weights/study.py several  # several sublayers left out at once, a minute or two
-    python studies/weights/study.py report   # table.md and figures from what lies in studies/weights
+    python -m studies.weights.study run      # an hour on one thread; interrupted, it goes on
+    python -m studies.weights.study rates    # each at the rate of the others, for the likeness of outputs
+    python -m studies.weights.study several  # several sublayers left out at once, a minute or two
+    python -m studies.weights.study report   # table.md and figures from what lies in studies/weights
 
 What is measured, and how, was written down first: studies/weights/protocol.md.
 """
@@ -26,21 +26,21 @@ from rich.progress import track
 from scipy import stats
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from studies.common.comparison_reads import with_read
-from studies.weights.small_model import findings
-from studies.common.paired import corrected_p, interval
-from studies.reads.study import RESULTS as READ_STUDY
-from studies.reads.study import SEEDS, STEPS, Run, read_runs, train
-from studies.common.arms import Results, Work, prepare, rows_of
 from attnres.depth.attention import mix_and_norm
 from attnres.depth.stream import DepthRecorder
 from attnres.inspection import ablate, measure
 from attnres.inspection.effects import summed_loss
 from attnres.inspection.measure import evaluation_mode, run_recorded
 from attnres.utils.files import COLOURS, finish_axis, write_figure, write_file
+from studies.common.arms import Results, Work, prepare, rows_of
+from studies.common.comparison_reads import with_read
+from studies.common.paired import corrected_p, interval
+from studies.reads.study import RESULTS as READ_STUDY
+from studies.reads.study import SEEDS, STEPS, Run, read_runs, train
+from studies.weights.small_model import findings
 
 
-RESULTS = Path(__file__).parent / "weights_study"
+RESULTS = Path(__file__).parent
 RATES = {"prenorm": 4e-3, "blocks": 1.6e-2, "full": 1.6e-2}
 OTHER_RATES, SEEDS_OF_OTHER_RATES = {"prenorm": 1.6e-2, "blocks": 4e-3}, range(3)
 LABELS = {"prenorm": "PreNorm", "blocks": "8 blocks", "full": "Full"}
@@ -193,7 +193,7 @@ def rounded(figures: Any) -> Any:
 def run_all(work: Work = Path("study-work"), results: Results = RESULTS):
     """Train and measure what has no result yet, on one thread."""
     _run(work, results / "runs", [Run(arm, seed, STEPS, rate) for seed in SEEDS for arm, rate in RATES.items()])
-    console.print(f"All runs are in {results}/runs; `python studies/weights/study.py report` makes the table.")
+    console.print(f"All runs are in {results}/runs; `python -m studies.weights.study report` makes the table.")
 
 
 @app.command()

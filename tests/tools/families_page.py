@@ -16,7 +16,7 @@ import transformers
 from decoder_configs import NOT_DECODERS
 
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 PAGE, RECORD = ROOT / "docs/families.md", ROOT / "families.json"
 HEAD = """# Which decoders can be a base
 

@@ -27,10 +27,10 @@ from tiny_models import randomize_queries
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnres.eval.evaluate
+from attnres.cli.demo import train_tokenizer
 from attnres.conversion import convert, export_checkpoint, import_checkpoint
 from attnres.conversion.exchange import norm_eps
 from attnres.conversion.parity import read_sample
-from attnres.cli.demo import train_tokenizer
 from attnres.eval import evaluate
 from attnres.inspection import measure
 from attnres.training import finetune
@@ -163,7 +163,7 @@ def main(path: str, *model_types: str):
     logging.disable(logging.WARNING)
     file = Path(path)
     results = json.loads(file.read_text()) if file.exists() else {}
-    supported = json.loads((Path(__file__).parents[1] / "families.json").read_text())["supported"]
+    supported = json.loads((Path(__file__).parents[2] / "base/families.json").read_text())["supported"]
     for model_type in model_types or supported:
         if model_type in results and not model_types:
             continue

@@ -32,8 +32,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from attnres import AttnResConfig, AttnResForCausalLM, BlockCache
 from attnres.conversion import convert, revert
-from attnres.training.config import cannot_pack
 from attnres.data.packing import sees_other_documents
+from attnres.training.config import cannot_pack
 
 
 BLOCK_SIZES = (1, 2, 3)

@@ -22,8 +22,8 @@ import torch
 from safetensors.torch import load_file
 from tiny_models import convert, tiny_base_model
 
-from attnres.conversion.parity import read_sample
 from attnres.cli.demo import train_tokenizer
+from attnres.conversion.parity import read_sample
 from attnres.training import finetune
 
 

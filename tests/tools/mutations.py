@@ -15,7 +15,7 @@ import tempfile
 from pathlib import Path
 
 
-HERE = Path(__file__).parents[1]
+HERE = Path(__file__).parents[2]
 OPERATOR = ("tests/test_depth_attention.py", "tests/test_depth_stream.py")
 READS = ("tests/test_reads.py",)
 GRADIENTS = ("tests/test_gradients.py",)

@@ -195,7 +195,7 @@ class EngineError(Exception):
 
 
 def types_for_engines() -> list[str]:
-    found = json.loads((Path(__file__).parents[1] / "families.json").read_text())["supported"]
+    found = json.loads((Path(__file__).parents[2] / "base/families.json").read_text())["supported"]
     return [name for name, measured in found.items() if measured["engines"]]
 
 

@@ -19,12 +19,12 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedConfig, __version__, set_seed
 
-from .sweep import next_rate
 from ...benchmarks.twin import alternate
 from ...utils.files import write_file
+from ...utils.untrusted import read_yaml
 from .. import pretrain
 from ..pretrain import PretrainArguments, read_model_config
-from ...utils.untrusted import read_yaml
+from .sweep import next_rate
 
 
 TUNING_SEED = 100  # the first one; those below are of what is compared
