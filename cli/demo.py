@@ -9,11 +9,8 @@ import itertools
 import json
 import random
 import shutil
-import sysconfig
 import tempfile
 import time
-import zlib
-from importlib import metadata
 from pathlib import Path
 
 import torch
@@ -22,10 +19,8 @@ from rich.console import Console
 from rich.markdown import Markdown
 from rich.progress import track
 from rich.table import Table
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     AutoModelForCausalLM,
-    PreTrainedTokenizerFast,
     Qwen3Config,
     Trainer,
     TrainingArguments,
@@ -35,46 +30,13 @@ from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoints.checkpoint import different_tensors, load_language_model, load_tokenizer, open_checkpoint
 from ..conversion import convert, revert
+from ..data.text import package_sources, standard_library, train_tokenizer, windows
 
 
 PROMPTS = ["def main(", "import os\n", "class Error(Exception):\n    "]
 CONTEXT = 64
 HELD_OUT_WINDOWS = 128
 console = Console()
-
-
-def standard_library() -> tuple[list[str], list[str]]:
-    """Sources of the standard library, tests and vendored packages left out: for training, and one in 20 held out."""
-    root = Path(sysconfig.get_paths()["stdlib"])
-    skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data", "encodings"}
-    train, held_out = [], []
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root)
-        if not skipped & set(name.parts):
-            texts = held_out if zlib.crc32(name.as_posix().encode()) % 20 == 0 else train
-            texts.append(path.read_text(encoding="utf-8", errors="replace"))
-    return train, held_out
-
-
-def windows(tokenizer, texts: list[str], length: int) -> torch.Tensor:
-    """The texts' tokens in one row after the other, `[windows, length]`; the rest that fills no window is dropped."""
-    ids = [i for text in texts for i in [*tokenizer(text, add_special_tokens=False).input_ids, tokenizer.eos_token_id]]
-    return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
-
-
-def train_tokenizer(texts: list[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer."""
-    tokenizer = Tokenizer(models.BPE())
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    trainer = trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=["<|endoftext|>"],
-        initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    tokenizer.train_from_iterator(texts, trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<|endoftext|>", pad_token="<|endoftext|>")
 
 
 def train_base_model(folder: Path, steps: int):
@@ -193,11 +155,9 @@ def finetune_both(base: Path, converted: Path, folder: Path, steps: int) -> dict
     from ..training import finetune
     from ..training.curves import plot_curves
 
-    root = Path(metadata.distribution("networkx").locate_file("networkx"))
-    paths = [path for path in sorted(root.rglob("*.py")) if "tests" not in path.parts]
-    texts = [path.read_text(encoding="utf-8") for path in paths[::8]]  # more than these steps read
+    texts = list(package_sources("networkx").values())[::8]  # more than these steps read
     folder.mkdir(parents=True, exist_ok=True)
-    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts if text))
+    (folder / "text.jsonl").write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
     results = {}
     for name, model in (("PreNorm", base), ("AttnRes", converted)):
         fields = {

@@ -17,7 +17,6 @@ the median token. It decides only if the models cannot be compared in fp32; othe
 import contextlib
 import math
 from dataclasses import dataclass
-from importlib import resources
 from pathlib import Path
 
 import torch
@@ -26,6 +25,7 @@ from safetensors import safe_open
 
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.reports import Parity, VerificationReport
+from ..data.text import read_sample
 from ..utils.devices import reason_against_device
 from .running import loaded, model_errors_explained, norm_inputs_moved_by_one_ulp, norm_outputs, quiet_loading, run
 
@@ -269,11 +269,6 @@ def check_device(device: str):
         reason = reason_against_device(device)
         if reason is not None:
             raise ValueError(f"`device={device!r}` cannot be used here: {reason}")
-
-
-def read_sample() -> str:
-    """The built-in text."""
-    return resources.files(data).joinpath("sample.txt").read_text(encoding="utf-8")
 
 
 def read_windows(

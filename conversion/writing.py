@@ -24,10 +24,11 @@ from ..checkpoints.checkpoint import (
 )
 from ..checkpoints.reports import ConversionReport, SourceWeights
 from ..configuration_attnres import AttnResConfig
+from ..data.text import read_sample
 from ..depth.reads import Read
 from ..model_cards.card import CODE_FILES, code_files, inherited_metadata, weights_of, write_model_card
 from .checks import check_tensors, depth_config, is_attnres
-from .parity import check_device, check_finite_weights, compare_with, read_sample, read_windows, run_reference
+from .parity import check_device, check_finite_weights, compare_with, read_windows, run_reference
 from .running import quiet_loading
 from .weights import atomic_folder, copy_companions, write_weights
 

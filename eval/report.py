@@ -27,7 +27,8 @@ matplotlib.use("Agg")
 
 from matplotlib import pyplot as plt
 
-from ..utils.files import COLOURS, write_figure, write_file
+from ..utils.figures import COLOURS, write_figure
+from ..utils.files import write_file
 from ..utils.markup import escaped, figure_text, sentence
 from ..utils.untrusted import parse_json, read_inside
 from .benchmarks import Benchmark

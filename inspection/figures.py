@@ -15,7 +15,7 @@ from matplotlib.colors import Colormap, Normalize, PowerNorm, SymLogNorm  # noqa
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator  # noqa: E402
 
-from ..utils.files import write_figure  # noqa: E402
+from ..utils.figures import write_figure  # noqa: E402
 from ..utils.markup import figure_text  # noqa: E402
 from .measure import DepthStatistics  # noqa: E402
 

@@ -18,7 +18,7 @@ from ..checkpoints.checkpoint import load_config, load_language_model, load_toke
 from ..checkpoints.fingerprint import checkpoint_fingerprint
 from ..checkpoints.location import hub_commit
 from ..configuration_attnres import AttnResConfig
-from ..conversion.parity import read_sample
+from ..data.text import read_sample
 from ..utils.devices import default_device, is_dtype, reason_against_device
 from ..utils.files import check_writable, write_file
 from ..utils.untrusted import check_folder

@@ -19,8 +19,7 @@ from tiny_models import tiny_base_model
 from typer.main import get_command
 
 from attnres.cli import COMMANDS, app
-from attnres.cli.demo import train_tokenizer
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer
 
 
 PROGRAM = get_command(app)

@@ -29,9 +29,9 @@ from transformers import (
 from typer.testing import CliRunner
 
 from attnres import AttnResForCausalLM
-from attnres.cli.demo import train_tokenizer
 from attnres.conversion import convert, open_checkpoint, revert, verify
 from attnres.conversion import parity as parity_module
+from attnres.data.text import train_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -22,9 +22,8 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from attnres import AttnResConfig
 from attnres.base import probe as depth_probe
-from attnres.cli.demo import train_tokenizer
 from attnres.conversion import convert
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.inspection import inspect
 from attnres.training import finetune
 

@@ -9,7 +9,7 @@ import pytest
 from tiny_models import TINY, tiny_base_model
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from attnres.cli.demo import train_tokenizer
+from attnres.data.text import train_tokenizer
 
 
 def attnres(*args) -> subprocess.CompletedProcess:

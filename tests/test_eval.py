@@ -24,8 +24,7 @@ from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM
 
 from attnres.checkpoints.fingerprint import checkpoint_fingerprint
-from attnres.cli.demo import train_tokenizer
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite
 from attnres.eval.benchmarks import Benchmark, Unavailable, in_sandbox, load_tasks, task_manager
 from attnres.eval.evaluate import evaluation_environment

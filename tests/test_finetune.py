@@ -20,8 +20,7 @@ from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResForCausalLM
-from attnres.cli.demo import train_tokenizer
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.training import AttnResTrainingArguments, FinetuneArguments, finetune, lora_config, queries_config
 from attnres.training.config import MODES, read_config
 from attnres.training.finetune import four_bits

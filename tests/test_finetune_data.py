@@ -15,10 +15,9 @@ from tiny_models import EVERY_FAMILY, convert, randomize_queries, tiny_base_conf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResConfig
-from attnres.cli.demo import train_tokenizer
-from attnres.conversion.parity import read_sample
 from attnres.data import packing as data
 from attnres.data.rows import tokenize_chat
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.training import AttnResTrainer, finetune
 from attnres.training.config import cannot_pack
 

@@ -21,9 +21,8 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from attnres import __version__, modeling_attnres
-from attnres.cli.demo import train_tokenizer
 from attnres.conversion import convert, revert
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.model_cards.card import CODE_FILES, write_model_card
 from attnres.model_cards.hub import plan_push
 

@@ -29,8 +29,7 @@ from typer.testing import CliRunner
 import attnres
 from attnres.checkpoints.fingerprint import checkpoint_fingerprint
 from attnres.cli import app
-from attnres.cli.demo import train_tokenizer
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.depth.attention import depth_attention_reference
 from attnres.depth.stream import DepthStream
 from attnres.inspection import DepthStatistics, Excerpt, SiteStatistics, ablate, gradient_rms, inspect, measure

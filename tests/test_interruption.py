@@ -14,9 +14,8 @@ import pytest
 from loopback_hub import LoopbackHub
 from tiny_models import tiny_base_model
 
-from attnres.cli.demo import train_tokenizer
 from attnres.conversion import convert
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer
 
 
 pytestmark = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="asks Linux how far a process is")

@@ -23,7 +23,7 @@ from transformers.core_model_loading import WeightRenaming
 
 from attnres import AttnResMultimodalConfig
 from attnres.base.library_lookups import LOOKUPS, OTHER_LOOKUPS, typed_as_base
-from attnres.cli.demo import train_tokenizer
+from attnres.data.text import train_tokenizer
 
 
 ROOT = Path(__file__).parents[1]

@@ -9,8 +9,7 @@ import pytest
 import torch
 from tiny_models import convert, randomize_queries, tiny_base_model
 
-from attnres.cli.demo import train_tokenizer
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.inspection import inspect
 from attnres.inspection.page import write_page
 

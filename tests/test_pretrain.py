@@ -23,9 +23,8 @@ from test_parallel import in_processes
 from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, __version__
 
 from attnres import AttnResForCausalLM
-from attnres.cli.demo import train_tokenizer
-from attnres.conversion.parity import read_sample
 from attnres.data.packed_rows import PackedStream
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.training import AttnResTrainingArguments, PretrainArguments, pretrain
 from attnres.training.config import of_fields, read_config
 from attnres.training.finetune import last_whole_checkpoint

@@ -1,8 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 """`config.json` as models have it on the Hub, but small: each goes through everything that is done with a checkpoint.
 
-`helpers/published_configs.json` has them with all their fields, those that transformers does not know included; what was made
-small are sizes, counts of layers and experts, and ids of tokens. What says how weights were quantised is left out.
+`helpers/published_configs.json` has them with all their fields, those that transformers does not know included; what
+was made small are sizes, counts of layers and experts, and ids of tokens. What says how weights were quantised is left
+out.
 """
 
 import contextlib

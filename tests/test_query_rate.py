@@ -13,8 +13,7 @@ from safetensors.torch import load_file
 from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 
-from attnres.cli.demo import train_tokenizer, windows
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer, windows
 from attnres.training import AttnResTrainer, AttnResTrainingArguments, finetune
 from attnres.training import trainer as trainer_module
 from attnres.training.learning_rate import best_rate, measure_losses

@@ -10,6 +10,7 @@ import torch
 from typer.testing import CliRunner
 
 from attnres.training.scaling.sweep import next_rate
+from attnres.utils.files import append_json, read_json_lines
 from studies.reads.study import (
     ARMS,
     GRID,
@@ -63,8 +64,7 @@ def test_the_table(tmp_path):
             run = tuning_run(arm, 4e-3) if seed == TUNING_SEED else Run(arm, seed, steps_of(arm), 4e-3)
             loss = 4 + seed / 100 + SHIFTS.get(arm, 0) + noise.gauss(0, 0.004)
             result = {"run": asdict(run), "tuning_loss": loss, "judging_loss": loss, "parameters": 10}
-            (tmp_path / "runs").mkdir(exist_ok=True)
-            (tmp_path / "runs" / f"{run.name}.json").write_text(json.dumps(result))
+            append_json(tmp_path / "runs.jsonl", result)
     (tmp_path / "speed.json").write_text(json.dumps({arm: {"ratio_quartiles": [2.0] * 3} for arm in ARMS}))
     assert CliRunner().invoke(app, ["report", "--results", str(tmp_path)]).exit_code == 0
     text = (tmp_path / "table.md").read_text()
@@ -75,10 +75,10 @@ def test_the_table(tmp_path):
     assert "-0.05" in blocks or "-0.04" in blocks  # twice the time is twice the tokens
     # At another rate than the sweep's, a seed does not count
     for seed in (0, 1):
-        path = tmp_path / f"runs/blocks-seed{seed}.json"
-        result = json.loads(path.read_text())
-        result["run"]["learning_rate"] = 2e-3
-        path.write_text(json.dumps(result))
+        results = read_json_lines(tmp_path / "runs.jsonl")
+        (changed,) = (r["run"] for r in results if (r["run"]["arm"], r["run"]["seed"]) == ("blocks", seed))
+        changed["learning_rate"] = 2e-3
+        (tmp_path / "runs.jsonl").write_text("".join(f"{json.dumps(result)}\n" for result in results))
         assert CliRunner().invoke(app, ["report", "--results", str(tmp_path)]).exit_code == 0
         assert f"seeds {seed + 1} to {SEEDS[-1]}." in (tmp_path / "table.md").read_text()
 

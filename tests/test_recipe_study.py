@@ -66,9 +66,8 @@ def test_starts_differ_in_the_queries_alone(monkeypatch, tmp_path):
 
 
 def test_report(runs, tmp_path):
-    (tmp_path / "runs").mkdir()
-    for run, result in runs.items():
-        (tmp_path / f"runs/{run.name}.json").write_text(json.dumps(result))
+    lines = [json.dumps(result) + "\n" for result in runs.values()]
+    (tmp_path / "runs.jsonl").write_text("".join(lines))
     report(tmp_path)
     table = (tmp_path / "table.md").read_text()
     rates = [line for line in table.splitlines() if line.startswith("| 8 layers of 96 |")]
@@ -80,6 +79,6 @@ def test_report(runs, tmp_path):
     assert next(line for line in of_48.splitlines() if line.startswith(full)).split(" | ")[3].startswith("**-0.07")
     assert "**" not in next(line for line in of_192.splitlines() if line.startswith(full))
     assert "queries from N(0, 0.2), less from zero" in of_48 and (tmp_path / "rates.svg").exists()
-    next((tmp_path / "runs").iterdir()).unlink()
+    (tmp_path / "runs.jsonl").write_text("".join(lines[1:]))
     with pytest.raises(typer.BadParameter, match="more are needed: go on with `run`"):
         report(tmp_path)

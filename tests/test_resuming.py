@@ -16,8 +16,7 @@ import yaml
 from safetensors.torch import load_file, save_file
 from tiny_models import convert, tiny_base_model
 
-from attnres.cli.demo import train_tokenizer
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.training import AttnResTrainer, finetune, pretrain
 
 

@@ -4,6 +4,7 @@
 import json
 import math
 import re
+from dataclasses import asdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -12,13 +13,13 @@ import pytest
 import typer
 import yaml
 
-from attnres.cli.demo import train_tokenizer
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.training.scaling import ladder as module
 from attnres.training.scaling import plot
 from attnres.training.scaling.fit import PFLOPS_DAY, advantage, fit_floor, fit_ladder, fit_law
 from attnres.training.scaling.ladder import Run, read_ladder, results_of, run_ladder, runs_left
 from attnres.training.scaling.sweep import next_rate
+from attnres.utils.files import read_json_lines
 from studies.scaling.text import PIECE_LENGTH, pieces
 
 
@@ -259,8 +260,10 @@ def test_runs_that_diverge(loss, folder, monkeypatch):
     assert (found["seeds"], found["diverged"]) == (1, ["full-large-seed1"])
     assert found["arms"]["full"]["losses"] == [3.0, 2.0] == found["arms"]["prenorm"]["losses"]
     assert "the seeds of full-large-seed1, which diverged" in Path("out/fit.md").read_text()
-    (changed,) = Path("out/runs").glob("blocks-small-seed0.json")
-    changed.write_text(changed.read_text().replace('"loss": 3.0', '"loss": NaN'))
+    results = read_json_lines(Path("out/runs.jsonl"))
+    (changed,) = (r for r in results if list(r["run"].values())[:3] == ["blocks", "small", 0])
+    changed["loss"] = math.nan
+    Path("out/runs.jsonl").write_text("".join(f"{json.dumps(result)}\n" for result in results))
     with pytest.raises(ValueError, match="blocks-small-seed0, full-large-seed1"):
         fit_ladder("out")
 
@@ -331,13 +334,13 @@ def test_baseline_at_other_rates(folder, monkeypatch):
 
     def train(ladder, run, work):
         seen.append(run)
-        return {"loss": 3.5}
+        return {"run": asdict(run), "loss": 3.5}
 
     monkeypatch.setattr(baseline_rates, "train", train)
     for _ in range(2):
         baseline_rates.main(folder / "out", ["small"])
     rate = next(run.learning_rate for run in done if (run.arm, run.size, run.seed) == ("blocks", "small", 0))
     assert seen == [Run("prenorm", "small", seed, rate) for seed in range(2)] and rate == 0.04
-    assert len(list((folder / "out/other_rates").glob("*.json"))) == 2
+    assert len(read_json_lines(folder / "out/other_rates.jsonl")) == 2
     with pytest.raises(typer.BadParameter, match="has the sizes small, large and the arms .*; this needs tiny"):
         baseline_rates.main(folder / "out", ["tiny"])

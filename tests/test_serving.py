@@ -26,8 +26,7 @@ from typer.testing import CliRunner
 
 from attnres.base.families import survey
 from attnres.cli import app
-from attnres.cli.demo import train_tokenizer
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer
 from studies.costs.serving import Request, Server, compare, make_requests, send_all, table_of
 
 

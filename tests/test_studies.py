@@ -24,25 +24,18 @@ from studies.two_depths import study as two_depths
 
 
 ROOT = Path(__file__).parents[1]
-BENCHMARKS = ROOT / "benchmarks"
+STUDIES = ROOT / "studies"
 QUANTILE = {2: 4.302653, 4: 2.776445}  # of Student's t, 0.975, by degrees of freedom
-REPORTS = {
-    "study": ["study.py", "report"],
-    "read_study": ["read_study.py", "report"],
-    "weights_study": ["weights_study.py", "report"],
-    "retrofit": ["retrofit_study.py", "report"],
-    "recipe": ["recipe_study.py", "report"],
-    "two_depths": ["two_depths.py", "report"],
-}
+REPORTS = ("small_model", "reads", "weights", "retrofit", "recipe", "two_depths")
 
 
-def runs_of(study: str, folder: str = "runs") -> list[dict]:
-    return [json.loads(path.read_text()) for path in sorted((BENCHMARKS / study / folder).glob("*.json"))]
+def runs_of(study: str, name: str = "runs") -> list[dict]:
+    return [json.loads(line) for line in (STUDIES / study / f"{name}.jsonl").read_text().splitlines()]
 
 
 def rows_of(study: str, heading: str = "", name: str = "table.md") -> dict[str, list[str]]:
     """The rows of the first table behind a heading, by their first cell."""
-    text = (BENCHMARKS / study / name).read_text().split(f"\n## {heading}\n" if heading else "\n|", 1)[1]
+    text = (STUDIES / study / name).read_text().split(f"\n## {heading}\n" if heading else "\n|", 1)[1]
     table = text[text.index("|") :].split("\n\n")[0].splitlines()
     return {line.split(" | ")[0].strip("| "): [c.strip("| *") for c in line.split(" | ")] for line in table}
 
@@ -55,7 +48,7 @@ def in_words(values, digits: int, sign: str = "+") -> str:
 
 def test_text(monkeypatch, tmp_path):
     """Windows that choose, that judge and that are learned from are different ones; another text is refused."""
-    files = [(f"{i}.py", path) for i, path in enumerate(sorted(BENCHMARKS.glob("*.py")))]
+    files = [(f"{i}.py", path) for i, path in enumerate(sorted(STUDIES.rglob("*.py")))]
     monkeypatch.setattr(study_arms, "sources", lambda: {"library": files, "packages": files})
     monkeypatch.setattr(study_arms, "HELD_OUT_WINDOWS", 10)
     manifest = study_arms.prepare(tmp_path / "work")
@@ -110,36 +103,36 @@ def test_equal_time():
 @pytest.mark.slow
 @pytest.mark.parametrize("study", REPORTS)
 def test_tables_are_those_of_the_runs(study, tmp_path):
-    shutil.copytree(BENCHMARKS / study, tmp_path / study)
+    shutil.copytree(STUDIES / study, tmp_path / study)
     (tmp_path / study / "table.md").unlink()
-    command = [sys.executable, str(BENCHMARKS / REPORTS[study][0]), "report", "--results", str(tmp_path / study)]
-    subprocess.run(command, check=True, capture_output=True)
-    assert (tmp_path / study / "table.md").read_text() == (BENCHMARKS / study / "table.md").read_text()
+    command = [sys.executable, "-m", f"studies.{study}.study", "report", "--results", str(tmp_path / study)]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    assert (tmp_path / study / "table.md").read_text() == (STUDIES / study / "table.md").read_text()
 
 
 def test_study_of_reads():
     losses = defaultdict(dict)
-    for result in runs_of("read_study"):
+    for result in runs_of("reads"):
         if result["run"]["seed"] in range(3):
             losses[result["run"]["arm"]][result["run"]["seed"]] = result["judging_loss"]
     losses = {arm: np.array([of[seed] for seed in range(3)]) for arm, of in losses.items()}
-    speeds = json.loads((BENCHMARKS / "read_study/speed.json").read_text())
+    speeds = json.loads((STUDIES / "reads/speed.json").read_text())
     share = math.log(speeds["full"]["ratio_quartiles"][1], 2)
     at_equal_time = losses["prenorm"] + share * (losses["prenorm_double"] - losses["prenorm"])
-    assert rows_of("read_study")["Full"][3] == f"{losses['full'].mean():.4f} ({losses['full'].std(ddof=1):.3f})"
+    assert rows_of("reads")["Full"][3] == f"{losses['full'].mean():.4f} ({losses['full'].std(ddof=1):.3f})"
     for baseline, heading in (
         (losses["prenorm"], "Equal tokens, against PreNorm"),
         (losses["blocks"], "Equal tokens, against 8 blocks"),
         (at_equal_time, "Equal time, against PreNorm"),
     ):
-        row = rows_of("read_study", heading)["Full"]
+        row = rows_of("reads", heading)["Full"]
         assert row[2] == in_words(losses["full"] - baseline, 4)
         assert row[1] == ", ".join(f"{d:+.3f}" for d in losses["full"] - baseline)
 
 
 def test_ablations():
     losses = defaultdict(lambda: defaultdict(dict))
-    for result in runs_of("read_study") + runs_of("read_study", "other_rates"):
+    for result in runs_of("reads") + runs_of("reads", "other_rates"):
         run = result["run"]
         if run["seed"] < 3:
             losses[run["arm"]][run["learning_rate"]][run["seed"]] = result["tuning_loss"], result["judging_loss"]
@@ -147,7 +140,7 @@ def test_ablations():
     for arm, rates in losses.items():
         of = [np.array([seeds[s] for s in range(3)]).T for seeds in rates.values() if len(seeds) == 3]
         best[arm] = min(of, key=lambda pair: pair[0].mean())[1]
-    table = rows_of("read_study", name="ablations.md")
+    table = rows_of("reads", name="ablations.md")
     for arm, label in {
         "blocks_of_2": "blocks of 2 sublayers",
         "static": "8 blocks, static weights",
@@ -160,11 +153,13 @@ def test_ablations():
 
 
 def test_the_table_of_ablations_is_that_of_the_runs(tmp_path):
-    for folder in ("runs", "other_rates"):
-        shutil.copytree(BENCHMARKS / "read_study" / folder, tmp_path / folder)
+    for name in ("runs.jsonl", "other_rates.jsonl"):
+        shutil.copy(STUDIES / "reads" / name, tmp_path)
     ablation_table.main(tmp_path)
-    assert (tmp_path / "ablations.md").read_text() == (BENCHMARKS / "read_study/ablations.md").read_text()
-    (tmp_path / "other_rates/prenorm-lr0.004-seed2.json").unlink()
+    assert (tmp_path / "ablations.md").read_text() == (STUDIES / "reads/ablations.md").read_text()
+    others = (tmp_path / "other_rates.jsonl").read_text().splitlines()
+    (removed,) = (line for line in others if '"prenorm", "seed": 2' in line and '"learning_rate": 0.004' in line)
+    (tmp_path / "other_rates.jsonl").write_text("\n".join(line for line in others if line != removed))
     with pytest.raises(typer.BadParameter, match="Runs are missing, of prenorm at 0.004"):
         ablation_table.main(tmp_path)
 
@@ -206,8 +201,8 @@ def test_two_depths():
         rate = min(rates, key=lambda r: np.mean([losses[depth, arm, swept, r][seed][0] for seed in range(3)]))
         return np.array([losses[depth, arm, steps, rate][seed][1] for seed in range(5)])
 
-    speeds = json.loads((BENCHMARKS / "two_depths/speed.json").read_text())
-    table = [line.split(" | ") for line in (BENCHMARKS / "two_depths/table.md").read_text().splitlines()]
+    speeds = json.loads((STUDIES / "two_depths/speed.json").read_text())
+    table = [line.split(" | ") for line in (STUDIES / "two_depths/table.md").read_text().splitlines()]
     means = {(row[0].strip("| "), *row[1:3]): row[4].strip("*") for row in table if len(row) == 6 and "[" in row[4]}
     gains = {}
     for depth, label in (("deep", "24 layers of 48"), ("wide", "6 layers of 96")):
@@ -234,7 +229,7 @@ def test_two_depths():
         run = result["run"]
         further = losses["deep", "prenorm, more rates", 600, run["learning_rate"]]
         further[run["seed"]] = result["tuning_loss"], result["judging_loss"]
-    changes = (line.split(" | ") for line in (BENCHMARKS / "two_depths/table.md").read_text().splitlines()[-4:])
+    changes = (line.split(" | ") for line in (STUDIES / "two_depths/table.md").read_text().splitlines()[-4:])
     changes = {row[0].strip("| "): row[2].strip("| ") for row in changes}
     for label, (depth, arm, steps) in baselines.items():
         baseline = at_best_rate(depth, arm, steps, swept=steps)
@@ -247,7 +242,7 @@ def test_two_depths():
 
 def test_page_of_two_depths():
     """Every difference that the page and the README print is one of the table."""
-    table = (BENCHMARKS / "two_depths/table.md").read_text()
+    table = (STUDIES / "two_depths/table.md").read_text()
     section = (ROOT / "docs/results.md").read_text().split("## Deep and wide")[1].split("\n- **Deep is not")[0]
     printed = re.findall(r"([+-]\d\.\d{3})\**\)? \(([+-]\d\.\d{3}) to ([+-]\d\.\d{3})\)", section)
     assert len(printed) == 12
@@ -273,7 +268,7 @@ def test_ladder():
         assert table[arm][1] == f"{math.exp(intercept):.3f}" and table[arm][2].startswith(f"{-slope:.4f} ")
         if arm != "prenorm":
             needed = (np.polyval(laws[arm], largest) - laws["prenorm"][1]) / laws["prenorm"][0]
-            text = (BENCHMARKS / "scaling/results/fit.md").read_text()
+            text = (STUDIES / "scaling/results/fit.md").read_text()
             assert f"| {arm} | {math.exp(needed - largest):.3f} [" in text
 
 
@@ -282,9 +277,7 @@ def ranks(values) -> np.ndarray:
 
 
 def test_study_of_weights():
-    of = {
-        arm: [r for r in runs_of("weights_study") if r["run"]["arm"] == arm] for arm in ("prenorm", "blocks", "full")
-    }
+    of = {arm: [r for r in runs_of("weights") if r["run"]["arm"] == arm] for arm in ("prenorm", "blocks", "full")}
 
     def in_words(values, digits=2):
         mean, side = np.mean(values), QUANTILE[4] * np.std(values, ddof=1) / 5**0.5
@@ -295,11 +288,11 @@ def test_study_of_weights():
         sites = [np.array(pair) for pair in zip(result["weight"][1:], result["masking_cost"][1:])]
         over_all.append(np.corrcoef(*map(ranks, np.concatenate(sites, axis=1)))[0, 1])
         within.append(np.mean([np.corrcoef(*map(ranks, site))[0, 1] for site in sites[1:]]))
-    table = (BENCHMARKS / "weights_study/table.md").read_text()
+    table = (STUDIES / "weights/table.md").read_text()
     assert f"| Full | weight | {in_words(over_all)} | {in_words(within)} |" in table
     second_half = {arm: np.array([np.mean(r["likeness"][12:]) for r in results]) for arm, results in of.items()}
     rank = [np.mean(r["effective_rank"][12:]) for r in of["full"]]
-    row = rows_of("weights_study", "Are outputs more alike with depth?")["Full"]
+    row = rows_of("weights", "Are outputs more alike with depth?")["Full"]
     assert row[2] == in_words(second_half["full"]) and row[6].removesuffix(" |") == in_words(rank, 1)
     assert row[3] == in_words(second_half["full"] - second_half["prenorm"])
     least = [
@@ -312,9 +305,9 @@ def test_study_of_weights():
 
 def test_retrofit():
     runs = {(r["run"]["arm"], r["run"]["seed"]): r for r in runs_of("retrofit")}
-    speeds = json.loads((BENCHMARKS / "retrofit/speed.json").read_text())
+    speeds = json.loads((STUDIES / "retrofit/speed.json").read_text())
     for metric, heading in (("judging", "loss, new text"), ("chat", "loss, the base's own answers")):
-        table = rows_with(BENCHMARKS / "retrofit/table.md", heading)
+        table = rows_with(STUDIES / "retrofit/table.md", heading)
         of = {arm: np.array([runs[arm, s][metric] for s in range(5)]) for arm, s in runs if s == 4}
         share = math.log2(speeds["full"]["ratio_quartiles"][1])
         at_equal_time = of["full_prenorm"] + share * (of["full_prenorm_double"] - of["full_prenorm"])

@@ -14,17 +14,18 @@ from tiny_models import convert, randomize_queries, reference_hidden_states, tin
 from studies.common.arms import RECENCY_BIAS, add_recency_bias
 
 
-BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
+ROOT = Path(__file__).parents[1]
+STUDY = ROOT / "studies/small_model"
 
 
 @pytest.mark.slow
 def test_report_rebuilds(tmp_path):
-    shutil.copytree(BENCHMARKS / "study", tmp_path / "study")
+    shutil.copytree(STUDY, tmp_path / "study")
     for name in ("table.md", "differences.png", "differences.svg"):
         (tmp_path / "study" / name).unlink()
-    command = [sys.executable, str(BENCHMARKS / "study.py"), "report", "--results", str(tmp_path / "study")]
-    subprocess.run(command, check=True, capture_output=True)
-    assert (tmp_path / "study/table.md").read_text() == (BENCHMARKS / "study/table.md").read_text()
+    command = [sys.executable, "-m", "studies.small_model.study", "report", "--results", str(tmp_path / "study")]
+    subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
+    assert (tmp_path / "study/table.md").read_text() == (STUDY / "table.md").read_text()
     assert (tmp_path / "study/differences.png").exists() and (tmp_path / "study/differences.svg").exists()
 
 

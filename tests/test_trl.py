@@ -23,7 +23,7 @@ from trl import (
     SFTTrainer,
 )
 
-from attnres.cli.demo import train_tokenizer
+from attnres.data.text import train_tokenizer
 from attnres.saving_attnres import REMOTE_CODE_AUTO_MAP
 from attnres.training import lora_config, queries_config
 

@@ -11,6 +11,7 @@ import pytest
 import torch
 import typer
 
+from attnres.utils.files import append_json
 from studies.two_depths import study as two_depths
 from studies.two_depths.study import (
     ARMS,
@@ -81,10 +82,9 @@ def test_report(runs, tmp_path):
             "judging_loss": 3 + run.seed / 100,
         }
     assert sorted(r.learning_rate for r in further) == [3.2e-2] * 5 + [6.4e-2] * 3
-    for folder, results in (("runs", runs), ("further_rates", further)):
-        (tmp_path / folder).mkdir()
-        for run, result in results.items():
-            (tmp_path / folder / f"{run.name}.json").write_text(json.dumps(result))
+    for name, results in (("runs", runs), ("further_rates", further)):
+        for result in results.values():
+            append_json(tmp_path / f"{name}.jsonl", result)
     with pytest.raises(typer.BadParameter, match="go on with `run`, and then `speed`"):
         report(tmp_path)
     speeds = {depth: {arm: {"ratio_quartiles": [1.4, 1.5, 1.6]} for arm in ARMS} for depth in DEPTHS}

@@ -16,9 +16,8 @@ from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
 from tiny_models import convert, tiny_base_model
 
-from attnres.cli.demo import train_tokenizer
-from attnres.conversion.parity import read_sample
 from attnres.data import rows
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.eval.models import EvalModel, EvalOptions, load_model
 from attnres.training import lora_config, queries_config
 

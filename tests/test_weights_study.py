@@ -10,6 +10,7 @@ import torch
 import typer
 
 from attnres.depth.stream import DepthRecorder
+from attnres.utils.files import append_json, read_json_lines
 from studies.reads.study import STEPS, Run, make_model
 from studies.weights import study as weights_study
 from studies.weights.study import COUNTS, EARLY, NUM_SITES, RATES, agreement, half_of, left_out, likeness, report
@@ -102,7 +103,6 @@ def test_agreement():
 
 def test_report(tmp_path):
     noise, patterns = random.Random(0), ("newest", "embedding", "relative_entropy")
-    (tmp_path / "runs").mkdir()
     for seed in range(3):
         for arm, rate in RATES.items():
             run = Run(arm, seed, STEPS, rate)
@@ -121,27 +121,28 @@ def test_report(tmp_path):
                 result |= {"final_patterns": kinds, "early_patterns": {str(step): kinds for step in EARLY}}
             if arm == "full":
                 result["left_out"] = [noise.random() for _ in range(NUM_SITES - 1)]
-            (tmp_path / f"runs/{run.name}.json").write_text(json.dumps(result))
-    (tmp_path / "several").mkdir()
+            append_json(tmp_path / "runs.jsonl", result)
     for arm, orders in (("full", ("read", "cost", "random")), ("prenorm", ("cost", "random"))):
         for seed in range(3):
             rises = {order: [count / 10 + seed / 100 for count in COUNTS] for order in orders}
             order = [[*reversed(range(NUM_SITES - 1))]]
             result = {"run": asdict(Run(arm, seed, STEPS, RATES[arm])), "orders": {"read": order}, "rises": rises}
-            (tmp_path / f"several/{arm}-seed{seed}.json").write_text(json.dumps(result))
+            append_json(tmp_path / "several.jsonl", result)
     report(tmp_path)
     table = (tmp_path / "table.md").read_text()
     of_four = next(line for line in table.split("## Several")[1].splitlines() if line.startswith("| 4 |"))
-    of_full = [json.loads((tmp_path / f"runs/full-seed{seed}.json").read_text()) for seed in range(3)]
+    results = read_json_lines(tmp_path / "runs.jsonl")
+    of_full = [result for result in results if result["run"]["arm"] == "full"]
     sums = [sum(result["left_out"][-4:]) for result in of_full]
     assert of_four.split(" | ")[1].startswith("0.410 (") and of_four.split(" | ")[6].startswith(
         f"{sum(sums) / 3:.3f} ("
     )
-    of_full = next(line for line in table.splitlines() if line.startswith("| Full | weight |"))
-    assert of_full.split(" | ")[2].startswith(("0.98", "0.99", "1.00"))
+    of_weight = next(line for line in table.splitlines() if line.startswith("| Full | weight |"))
+    assert of_weight.split(" | ")[2].startswith(("0.98", "0.99", "1.00"))
     alike = next(line for line in table.split("## Are outputs")[1].splitlines() if line.startswith("| Full |"))
     assert alike.split(" | ")[3].startswith("-0.30") and float(alike.split(" | ")[4]) < 0.05
     assert {path.stem for path in tmp_path.glob("*.svg")} == {"agreement", "patterns", "likeness", "left_out"}
-    (tmp_path / "runs/full-seed0.json").unlink()
+    results.remove(of_full[0])
+    (tmp_path / "runs.jsonl").write_text("".join(f"{json.dumps(result)}\n" for result in results))
     with pytest.raises(typer.BadParameter, match="2 seeds have all arms, and three are needed"):
         report(tmp_path)

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.ticker import MaxNLocator  # noqa: E402
 
-from ..utils.files import COLOURS, write_figure
+from ..utils.figures import COLOURS, write_figure
 from ..utils.markup import figure_text
 
 

@@ -1,5 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Time and memory of `attnres convert` against `cp -r` of the same checkpoint. `python -m studies.costs.conversion DIR`
+"""Time and memory of `attnres convert` against `cp -r` of the same checkpoint.
+
+    python -m studies.costs.conversion DIR
 
 The checkpoint is synthetic, with the shape of Gemma 2B or 7B in bf16 (5 or 17 GB in shards of 1 GB), made in DIR. All
 are run in turn as processes of their own. `convert()` is timed inside of its process, the command from outside, the

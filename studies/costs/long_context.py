@@ -24,8 +24,8 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from attnres import AttnResConfig
-from attnres.benchmarks.twin import machine
 from attnres.utils.files import write_file
+from attnres.utils.timing import machine
 
 
 RESULTS = Path(__file__).parent / "long_context"

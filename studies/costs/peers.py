@@ -27,11 +27,12 @@ import torch.nn.functional as F  # noqa: E402
 import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from attnres.benchmarks.twin import alternate, keep_freed_memory, machine  # noqa: E402
 from attnres.depth.attention import BlockCache, depth_attention_reference  # noqa: E402
 from attnres.depth.backends import set_backend  # noqa: E402
 from attnres.depth.stream import DepthStream  # noqa: E402
-from attnres.utils.files import write_figure, write_file  # noqa: E402
+from attnres.utils.figures import write_figure  # noqa: E402
+from attnres.utils.files import write_file  # noqa: E402
+from attnres.utils.timing import alternate, keep_freed_memory, machine  # noqa: E402
 
 
 RESULTS = Path(__file__).parent / "peers"

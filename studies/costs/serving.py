@@ -33,8 +33,8 @@ from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnres  # noqa: F401
-from attnres.benchmarks.twin import machine
 from attnres.utils.files import write_file
+from attnres.utils.timing import machine
 
 
 RESULTS = Path(__file__).parent / "serving"

@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""A real pretrained model trained further for 256,000 tokens, 25 times as long as in `retrofit_study.py`.
+"""A real pretrained model trained further for 256,000 tokens, 25 times as long as in `studies/retrofit`.
 
-    python -m studies.long_retrofit.study run     # hours on one thread; interrupted, it continues at the last checkpoint
+    python -m studies.long_retrofit.study run    # hours on one thread; interrupted, it resumes
 
 What is compared, and how, was written down first: studies/long_retrofit/protocol.md.
 """
@@ -17,14 +17,14 @@ import typer
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import get_last_checkpoint
 
-from attnres.benchmarks.twin import machine
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
 from attnres.training.scaling.sweep import next_rate
-from studies.reads.study import TUNING_SEED, Run
-from studies.retrofit.study import QUERY_RATE, judge, prepare, train_missing
+from attnres.utils.timing import machine
+from studies.common.runs import TUNING_SEED, Run, train_missing
+from studies.retrofit.study import QUERY_RATE, figures_in_words, judge, prepare
 
 
-RESULTS = Path(__file__).parent / "long_retrofit"
+RESULTS = Path(__file__).parent
 STEPS, LONGER, TUNING_STEPS, BATCH = 500, 625, 125, 4
 SEEDS, GRID = range(3), (3e-5, 9e-5, 2.7e-4)
 # Losses of a sweep that are closer than this are alike: five seeds of the short study are 0.013 apart (SD)
@@ -123,7 +123,7 @@ def run_all(
     """Train every run that has no result yet, on one thread."""
     torch.set_num_threads(1)
     prepare(work, results)
-    train_missing(next_run, train, work, results)
+    train_missing(next_run, lambda run: train(run, work), results / "runs.jsonl", figures_in_words)
 
 
 @app.callback()

@@ -11,7 +11,6 @@ a `--model` is an AttnRes checkpoint of your own. Each is fine-tuned on the sour
 
 import json
 import tempfile
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated
 
@@ -28,8 +27,8 @@ from transformers import (
     set_seed,
 )
 
-from attnres.cli.demo import standard_library, train_tokenizer, windows
 from attnres.conversion import convert
+from attnres.data.text import package_sources, standard_library, train_tokenizer, windows
 from attnres.training import finetune
 from attnres.utils.files import write_file
 
@@ -94,9 +93,7 @@ def make_model(work: Path, width: int) -> Path:
 
 def write_texts(work: Path) -> dict[str, str]:
     """networkx to train on; every fourteenth file is held out, and an excerpt of it is evaluated on."""
-    root = Path(metadata.distribution("networkx").locate_file("networkx"))
-    paths = [path for path in sorted(root.rglob("*.py")) if "tests" not in path.parts and path.stat().st_size]
-    texts = [path.read_text(encoding="utf-8") for path in paths]
+    texts = list(package_sources("networkx").values())
     parts = {
         "dataset": [text for i, text in enumerate(texts) if i % 14],
         "eval_dataset": [text[len(text) // 3 :][:450] for text in texts[::14] if len(text) > 1500][:16],

@@ -12,17 +12,17 @@ import matplotlib.pyplot as plt
 import typer
 from rich.console import Console
 
-from attnres.utils.files import COLOURS, write_figure, write_file
+from attnres.utils.figures import COLOURS, write_figure
+from attnres.utils.files import write_file
 from studies.common.paired import bold_if_certain, corrected_p, in_words, side
+from studies.common.runs import TUNING_SEED, read_runs
 from studies.reads.study import (
     ARMS,
     LATER_ARMS,
     OTHER_RATES,
     RESULTS,
     SEEDS_OF_OTHER_RATES,
-    TUNING_SEED,
     read_other_rates,
-    read_runs,
 )
 
 
@@ -53,7 +53,7 @@ def chosen(results: Path) -> dict[str, tuple[float, list[float]]]:
     if missing:
         names = ", ".join(f"{arm} at {rate:g}" for arm, rate in missing)
         raise typer.BadParameter(f"Runs are missing, of {names}: `python -m studies.reads.study rates`.")
-    for run, result in read_runs(results).items():
+    for run, result in read_runs(results / "runs.jsonl").items():
         if run.seed != TUNING_SEED:
             found.setdefault((run.arm, run.learning_rate), {})[run.seed] = result
     complete = {key: [of[s] for s in SEEDS] for key, of in found.items() if of.keys() >= set(SEEDS)}

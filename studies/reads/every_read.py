@@ -19,9 +19,10 @@ from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM, set_backend
-from attnres.benchmarks.twin import bench, machine, name_of_variant, parse_variant
+from attnres.benchmarks.twin import bench, name_of_variant, parse_variant
 from attnres.conversion import convert
 from attnres.utils.files import write_file
+from attnres.utils.timing import machine
 
 
 RESULTS = Path(__file__).with_name("reads.json")
@@ -157,9 +158,10 @@ def table(results: dict[str, Any]) -> str:
     of_machine = results["machine"]
     lines += [
         "",
-        f"Measured with `python -m studies.reads.every_read run --model {results['model']}` ({of_machine['processor']},"
-        f" {of_machine['threads']} threads, commit {of_machine['commit']}, {of_machine['date']}). The perplexity of"
-        f" the base is {results['reads'][READS[0]]['perplexity_before']:.4f}.",
+        f"Measured with `python -m studies.reads.every_read run --model {results['model']}`"
+        f" ({of_machine['processor']}, {of_machine['threads']} threads, commit {of_machine['commit']},"
+        f" {of_machine['date']}). The perplexity of the base is"
+        f" {results['reads'][READS[0]]['perplexity_before']:.4f}.",
     ]
     return "\n".join(lines) + "\n"
 

@@ -13,9 +13,9 @@ import json
 import platform
 import statistics
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import torch
 import typer
@@ -23,17 +23,16 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, set_seed
 
 from attnres import AttnResConfig, AttnResForCausalLM
-from attnres.benchmarks.twin import alternate, machine
-from attnres.training import AttnResTrainer, AttnResTrainingArguments
 from attnres.training.scaling.sweep import next_rate
-from attnres.utils.files import write_file
+from attnres.utils.files import append_json, write_file
+from attnres.utils.timing import alternate, machine
 from studies.common.arms import BATCH, NUM_BLOCKS, SHAPE, TRAINING, Results, Work, prepare, rows_of, training_step
 from studies.common.comparison_reads import with_read
 from studies.common.paired import at_equal_time, bold_if_certain, corrected_p, detectable, in_words
+from studies.common.runs import SEEDS, TUNING_SEED, Run, losses_in_words, read_runs, train_missing, trained
 
 
 RESULTS = Path(__file__).parent
-SEEDS, TUNING_SEED = range(5), 100
 STEPS, TUNING_STEPS = 1000, 300
 GRID = (2e-3, 4e-3, 8e-3)
 ARMS = {
@@ -78,30 +77,6 @@ OTHER_RATES = [
 ABLATIONS = ("static", "raw_keys", "window", "plain_final")
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
-
-
-@dataclass(frozen=True)
-class Run:
-    """One training run. Its name is that of its result file."""
-
-    arm: str
-    seed: int
-    steps: int
-    learning_rate: float
-
-    @property
-    def name(self) -> str:
-        of = f"lr{self.learning_rate:g}" if self.seed == TUNING_SEED else f"seed{self.seed}"
-        return f"{self.arm}-{of}"
-
-
-def read_runs(results: Path, run_class: type = Run, folder: str = "runs") -> dict[Any, dict[str, Any]]:
-    """By run, its result."""
-    found = {}
-    for path in sorted((results / folder).glob("*.json")):
-        result = json.loads(path.read_text())
-        found[run_class(**result["run"])] = result
-    return found
 
 
 def tuning_losses(found: dict[Run, dict], arm: str) -> dict[float, float]:
@@ -158,33 +133,6 @@ def make_model(arm: str, seed: int):
     return with_read(model, arm) if arm in ABLATIONS else model
 
 
-def trained(model, rows: list[dict], run: Run, work: Path, callbacks=(), **fields) -> AttnResTrainer:
-    """Train a model of a run on the rows, in their order; the Trainer, which has the losses.
-
-    Args:
-        callbacks: more ones of the Trainer.
-        fields: of `AttnResTrainingArguments`.
-    """
-    defaults = {
-        "output_dir": str(work / "trainer"),
-        "max_steps": run.steps,
-        "learning_rate": run.learning_rate,
-        "lr_scheduler_type": "cosine",
-        "warmup_steps": run.steps // 20,
-        "train_sampling_strategy": "sequential",
-        "logging_steps": run.steps // 10,
-        "save_strategy": "no",
-        "report_to": [],
-        "use_cpu": True,
-        "disable_tqdm": True,
-        "seed": run.seed,
-    }
-    arguments = AttnResTrainingArguments(**defaults | fields)
-    trainer = AttnResTrainer(model=model, args=arguments, train_dataset=rows, callbacks=list(callbacks))
-    trainer.train()
-    return trainer
-
-
 def train(run: Run, work: Path, callbacks=(), save_to: Path | None = None) -> dict:
     """Train one run; its figures. The model is kept in `save_to`."""
     start = time.time()
@@ -214,12 +162,8 @@ def run_all(work: Work = Path("study-work"), results: Results = RESULTS):
     torch.set_num_threads(1)
     manifest = prepare(work, results / "manifest.json")
     write_file(results / "manifest.json", json.dumps(manifest, indent=1) + "\n")
-    while run := next_run(read_runs(results)):
-        result = train(run, work)
-        write_file(results / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
-        losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"
-        console.print(f"{run.name}: {losses}, {result['seconds']:.0f} s", highlight=False)
-    console.print(f"All runs are in {results}/runs; `python -m studies.reads.study report` makes the table.")
+    train_missing(next_run, lambda run: train(run, work), results / "runs.jsonl", losses_in_words)
+    console.print(f"All runs are in {results}/runs.jsonl; `python -m studies.reads.study report` makes the table.")
 
 
 @app.command()
@@ -229,19 +173,17 @@ def rates(work: Work = Path("study-work"), results: Results = RESULTS):
     prepare(work, results / "manifest.json")
     for seed in SEEDS_OF_OTHER_RATES:
         for arm, rate in OTHER_RATES:
-            path = results / "other_rates" / f"{arm}-lr{rate:g}-seed{seed}.json"
-            if not path.exists():
-                result = train(Run(arm, seed, STEPS, rate), work)
-                write_file(path, json.dumps(result, indent=1) + "\n")
-                console.print(f"{path.stem}: judging {result['judging_loss']:.4f}", highlight=False)
+            run, path = Run(arm, seed, STEPS, rate), results / "other_rates.jsonl"
+            if run not in read_runs(path):
+                result = train(run, work)
+                append_json(path, result)
+                console.print(f"{run.name} at {rate:g}: {losses_in_words(result)}", highlight=False)
 
 
 def read_other_rates(results: Path) -> dict[tuple[str, float], dict[int, dict]]:
     """Results of an arm at another rate, by seed."""
     found: dict[tuple[str, float], dict[int, dict]] = {}
-    for path in sorted((results / "other_rates").glob("*.json")):
-        result = json.loads(path.read_text())
-        run = Run(**result["run"])
+    for run, result in read_runs(results / "other_rates.jsonl").items():
         found.setdefault((run.arm, run.learning_rate), {})[run.seed] = result
     return found
 
@@ -280,7 +222,7 @@ def table_of(rows: dict[str, list[float]]) -> list[str]:
 @app.command()
 def report(results: Results = RESULTS):
     """Write table.md anew, from the results alone."""
-    found = read_runs(results)
+    found = read_runs(results / "runs.jsonl")
     finals = {}
     for arm in ARMS:
         tried = tuning_losses(found, swept(arm))

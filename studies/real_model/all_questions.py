@@ -1,11 +1,11 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""All questions of three benchmarks and a hundred prompts, of which `real.py` asks a part: a model and its conversion.
+"""All questions of three benchmarks and a hundred prompts, of which `run.py` asks a part: a model and its conversion.
 
-    python -m studies.real_model.all_questions questions BASE CONVERTED WORK    # hours of one core; --set logiqa alone: 40 minutes
+    python -m studies.real_model.all_questions questions BASE CONVERTED WORK    # hours of one core
     python -m studies.real_model.all_questions prompts BASE CONVERTED           # 40 minutes
 
-Both write to `studies/real_model`, and `real.py publish` puts what is there on the page of the docs. `questions` goes on
-from where it was interrupted, as `attnres eval` does.
+Both write to `studies/real_model`, and `studies.real_model.run publish` puts what is there on the page of the docs.
+`questions` goes on from where it was interrupted, as `attnres eval` does.
 """
 
 import json
@@ -16,8 +16,8 @@ from typing import Annotated, Any
 
 import typer
 
-from attnres.benchmarks.twin import machine
 from attnres.utils.files import write_file
+from attnres.utils.timing import machine
 from studies.real_model.prompts import compare_answers
 
 
@@ -98,7 +98,8 @@ def prompts(
 ):
     """Compare the answers of both to questions and problems, token by token."""
     results = {
-        "command": f"python -m studies.real_model.all_questions prompts BASE CONVERTED --number {number} --tokens {tokens}",
+        "command": "python -m studies.real_model.all_questions prompts BASE CONVERTED"
+        f" --number {number} --tokens {tokens}",
         "machine": machine("cpu"),
         **compare_answers(base, converted, number, tokens),
     }

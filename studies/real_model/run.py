@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """A real pretrained model through every command: converted, compared, evaluated, trained, inspected, pushed, measured.
 
-    python -m studies.real_model.run run OUT [--model MODEL]    # about half an hour; goes on from where it was interrupted
+    python -m studies.real_model.run run OUT [--model MODEL]    # about half an hour; interrupted, it goes on
     python -m studies.real_model.run page OUT                   # real.md and real.html from OUT/real.json
     python -m studies.real_model.run publish OUT                # docs/real_model.md, and what it is made from
 
@@ -21,7 +21,6 @@ import time
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -30,10 +29,11 @@ import typer
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from attnres.benchmarks.twin import machine
 from attnres.checkpoints.checkpoint import different_tensors, open_checkpoint
+from attnres.data.text import package_sources
 from attnres.eval import sandbox
 from attnres.utils.files import write_file
+from attnres.utils.timing import machine
 from studies.real_model.page import RESULTS, docs_page, write_page
 from studies.real_model.prompts import compare_answers
 
@@ -190,13 +190,9 @@ def _rows(results: dict[str, Any]) -> list[dict[str, Any]]:
 
 def write_text(folder: Path):
     """JSONL files of the package's modules: one in ten is held out by its name, and of four of those the beginning."""
-    root = Path(metadata.distribution(PACKAGE).locate_file(PACKAGE))
     parts: dict[str, list[str]] = {"train": [], "held-out": []}
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        text = path.read_text(encoding="utf-8")
-        if text and "tests/" not in name:
-            parts["held-out" if zlib.crc32(name.encode()) % 10 == 0 else "train"].append(text)
+    for name, text in package_sources(PACKAGE).items():
+        parts["held-out" if zlib.crc32(name.encode()) % 10 == 0 else "train"].append(text)
     parts["held-out"] = [text[:2000] for text in parts["held-out"][:4]]
     for part, texts in parts.items():
         write_file(folder / f"{part}.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in texts))

@@ -22,16 +22,17 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 
 from attnres import AttnResForCausalLM
-from attnres.benchmarks.twin import machine
 from attnres.conversion import convert
 from attnres.training.adapters import lora_config, queries_config
 from attnres.training.scaling.sweep import next_rate
-from attnres.utils.files import COLOURS, finish_axis, write_figure, write_file
+from attnres.utils.figures import COLOURS, finish_axis, write_figure
+from attnres.utils.files import write_file
+from attnres.utils.timing import machine
 from studies.common.arms import BATCH, LORA_RANK, SHAPE, TRAINING, Results, Work, prepare, rows_of
 from studies.common.paired import bold_if_certain, corrected_p, detectable, in_words, side
+from studies.common.runs import Run as TrainingRun
+from studies.common.runs import read_runs, train_missing, trained
 from studies.reads.study import RESULTS as READ_STUDY
-from studies.reads.study import Run as TrainingRun
-from studies.reads.study import read_runs, trained
 
 
 RESULTS = Path(__file__).parent
@@ -199,12 +200,12 @@ def run_all(work: Work = Path("study-work"), results: Results = RESULTS):
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
     prepare(work, READ_STUDY / "manifest.json")
-    while run := next_run(read_runs(results, Run)):
-        result = train(run, work)
-        write_file(results / "runs" / f"{run.name}.json", json.dumps(result) + "\n")
-        change = result["judging_loss"] - result["base_judging_loss"]
-        console.print(f"{run.name}: {change:+.4f}, {result['seconds']:.0f} s", highlight=False)
-    console.print(f"All runs are in {results}/runs; `python -m studies.recipe.study report` makes the table.")
+
+    def figures(result: dict[str, Any]) -> str:
+        return f"{result['judging_loss'] - result['base_judging_loss']:+.4f}, {result['seconds']:.0f} s"
+
+    train_missing(next_run, lambda run: train(run, work), results / "runs.jsonl", figures, Run)
+    console.print(f"All runs are in {results}/runs.jsonl; `python -m studies.recipe.study report` makes the table.")
 
 
 def label_of(width: int) -> str:
@@ -274,7 +275,7 @@ def plot_rates(found: dict[Run, dict[str, Any]], stem: Path) -> list[Path]:
 @app.command()
 def report(results: Results = RESULTS):
     """Write table.md and the figure anew, from the results alone."""
-    found = read_runs(results, Run)
+    found = read_runs(results / "runs.jsonl", Run)
     if next_run(found) is not None:
         raise typer.BadParameter(f"There are {len(found)} runs, and more are needed: go on with `run`.")
     lines = ["# Rate, block size and start of a retrofit", ""]

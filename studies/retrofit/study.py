@@ -15,9 +15,7 @@ import shutil
 import statistics
 import time
 import zlib
-from collections.abc import Callable
 from dataclasses import asdict
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -28,16 +26,17 @@ from peft import LoraConfig, get_peft_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer, set_seed
 
-from attnres.benchmarks.twin import alternate, machine
-from attnres.cli.demo import windows
 from attnres.conversion import convert, revert
+from attnres.data.text import package_sources, windows
 from attnres.eval.tasks import installed
 from attnres.training.adapters import lora_config, queries_config
 from attnres.training.scaling.sweep import next_rate
-from attnres.utils.files import COLOURS, finish_axis, write_figure, write_file
+from attnres.utils.figures import COLOURS, finish_axis, write_figure
+from attnres.utils.files import write_file
+from attnres.utils.timing import alternate, machine
 from studies.common.arms import check_text
 from studies.common.paired import at_equal_time, bold_if_certain, corrected_p, detectable, in_words, side
-from studies.reads.study import SEEDS, TUNING_SEED, Run, read_runs, trained
+from studies.common.runs import SEEDS, TUNING_SEED, Run, read_runs, train_missing, trained
 from studies.real_model.prompts import CHAT
 from studies.real_model.run import PACKAGE, packaged_model
 
@@ -113,13 +112,10 @@ def next_run(found: dict[Run, dict[str, Any]]) -> Run | None:
 
 def new_text() -> dict[str, list[str]]:
     """The package's modules; one in ten is held out by its name, and of these every third is for tuning."""
-    root = Path(metadata.distribution(PACKAGE).locate_file(PACKAGE))
     parts: dict[str, list[str]] = {"train": [], "tuning": [], "judging": []}
-    for path in sorted(root.rglob("*.py")):
-        name = path.relative_to(root).as_posix()
-        text, number = path.read_text(encoding="utf-8"), zlib.crc32(name.encode())
-        if text and "tests/" not in name:
-            parts["train" if number % 10 else "tuning" if number % 3 == 0 else "judging"].append(text)
+    for name, text in package_sources(PACKAGE).items():
+        number = zlib.crc32(name.encode())
+        parts["train" if number % 10 else "tuning" if number % 3 == 0 else "judging"].append(text)
     return parts
 
 
@@ -261,18 +257,9 @@ def train(run: Run, work: Path, save_to: Path | None = None) -> dict[str, Any]:
     }
 
 
-def train_missing(
-    next_run: Callable[[dict[Run, dict[str, Any]]], Run | None],
-    train: Callable[[Run, Path], dict[str, Any]],
-    work: Path,
-    results: Path,
-):
-    """Train run after run, and keep the figures of each, until `next_run` finds that none is missing."""
-    while run := next_run(read_runs(results)):
-        result = train(run, work)
-        write_file(results / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
-        figures = ", ".join(f"{name} {result[name]:.4f}" for name in ("tuning", *METRICS) if name in result)
-        console.print(f"{run.name}: {figures}, {result['seconds']:.0f} s", highlight=False)
+def figures_in_words(result: dict[str, Any]) -> str:
+    found = [f"{name} {result[name]:.4f}" for name in ("tuning", *METRICS) if name in result]
+    return ", ".join([*found, f"{result['seconds']:.0f} s"])
 
 
 @app.command("run")
@@ -283,8 +270,8 @@ def run_all(
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
     prepare(work, results)
-    train_missing(next_run, train, work, results)
-    console.print(f"All runs are in {results}/runs; `python -m studies.retrofit.study report` makes the table.")
+    train_missing(next_run, lambda run: train(run, work), results / "runs.jsonl", figures_in_words)
+    console.print(f"All runs are in {results}/runs.jsonl; `python -m studies.retrofit.study report` makes the table.")
 
 
 @app.command()
@@ -299,7 +286,8 @@ def keep(
     torch.set_num_threads(1)
     if seed not in SEEDS:
         raise typer.BadParameter(f"Seed {seed} is not one of {SEEDS[0]} to {SEEDS[-1]}.")
-    of_study = [(run, result) for run, result in read_runs(results).items() if (run.arm, run.seed) == (arm, seed)]
+    found = read_runs(results / "runs.jsonl")
+    of_study = [(run, result) for run, result in found.items() if (run.arm, run.seed) == (arm, seed)]
     if not of_study:
         raise typer.BadParameter(f"There is no run of `{arm}` with seed {seed} in {results}.")
     prepare(work, results)
@@ -396,7 +384,7 @@ def plot_retention(finals: dict[tuple[str, int], dict[str, Any]], seeds: list[in
 @app.command()
 def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
     """Write table.md and the figure anew, from the results alone."""
-    found = read_runs(results)
+    found = read_runs(results / "runs.jsonl")
     finals = {(run.arm, run.seed): result for run, result in found.items() if run.seed != TUNING_SEED}
     arms = list(ARMS)[1:]
     seeds = [seed for seed in SEEDS if all((arm, seed) in finals for arm in arms)]

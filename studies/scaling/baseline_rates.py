@@ -4,10 +4,9 @@
 python -m studies.scaling.text scaling-work
 cd scaling-work && python -m studies.scaling.baseline_rates ../studies/scaling/results --size 62k --size 116k
 
-It goes on where it was, and its runs are kept in `other_rates` beside those of the ladder.
+It goes on where it was, and its runs are kept in `other_rates.jsonl` beside those of the ladder.
 """
 
-import json
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +15,8 @@ import typer
 from rich.console import Console
 
 from attnres.training.scaling.ladder import LADDER_FILE, Run, carried_rate, read_ladder, results_of, train
-from attnres.utils.files import write_file
+from attnres.utils.files import append_json
+from studies.common.runs import read_runs
 
 
 ARM = "blocks"
@@ -40,10 +40,10 @@ def main(
     for size in sizes:
         for seed in range(ladder.seeds):
             run = Run(ladder.baseline, size, seed, carried_rate(ladder, found, ARM, size))
-            path = results / "other_rates" / f"{run.name}.json"
-            if not path.exists():
-                write_file(path, json.dumps(train(ladder, run, results / "other_rates_work"), indent=1) + "\n")
-            loss = json.loads(path.read_text(encoding="utf-8"))["loss"]
+            path = results / "other_rates.jsonl"
+            if run not in read_runs(path, Run):
+                append_json(path, train(ladder, run, results / "other_rates_work"))
+            loss = read_runs(path, Run)[run]["loss"]
             at_own_rate, of_arm = own[ladder.baseline, size, seed], own[ARM, size, seed]
             console.print(
                 f"{run.name}: {loss:.3f} at {run.learning_rate:g}, {at_own_rate:.3f} at its own; {ARM} {of_arm:.3f}",

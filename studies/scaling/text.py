@@ -15,7 +15,7 @@ from typing import Annotated
 
 import typer
 
-from attnres.cli.demo import train_tokenizer
+from attnres.data.text import train_tokenizer
 from attnres.utils.files import write_file
 from studies.common.arms import SKIPPED
 

@@ -27,9 +27,9 @@ from rich.console import Console
 from rich.progress import Progress
 from transformers import AutoTokenizer
 
-from attnres.benchmarks.twin import activation_bytes, alternate
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
-from attnres.utils.files import write_file
+from attnres.utils.files import append_json, write_file
+from attnres.utils.timing import activation_bytes, alternate
 from studies.common.arms import (
     BATCH,
     LENGTH,
@@ -43,6 +43,7 @@ from studies.common.arms import (
     rows_of,
     training_step,
 )
+from studies.common.runs import read_runs
 from studies.small_model.tables import last_loss, write_tables
 
 
@@ -124,11 +125,11 @@ def run_all(
     save(manifest, results / "manifest.json")
     todo = [run for run in all_runs() if only in run.name]
     made = {run.name for run in all_runs() if (work / run.name / "config.json").exists()}
+    finished = read_runs(results / "runs.jsonl", Run)
     todo = [
         run
         for run in todo
-        if not (results / "runs" / f"{run.name}.json").exists()
-        or (run.arm == "prenorm" and run.stage == "pretrain" and run.name not in made)
+        if run not in finished or (run.arm == "prenorm" and run.stage == "pretrain" and run.name not in made)
     ]
     with (
         ProcessPoolExecutor(jobs, get_context("spawn"), max_tasks_per_child=1) as pool,
@@ -146,7 +147,7 @@ def run_all(
             future = next(as_completed(running))
             run = running.pop(future)
             result = future.result()
-            save(result, results / "runs" / f"{run.name}.json")
+            append_json(results / "runs.jsonl", result)
             if (work / run.name / "config.json").exists():
                 made.add(run.name)
             progress.advance(bar)
@@ -154,7 +155,7 @@ def run_all(
                 f"{run.name}: held-out loss {last_loss(result):.4f}, {result['seconds']:.0f} s", highlight=False
             )
     console.print(
-        f"Wrote {results}/runs/*.json; `python -m studies.small_model.study report` makes the tables and figures."
+        f"Wrote {results}/runs.jsonl; `python -m studies.small_model.study report` makes the tables and figures."
     )
 
 

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from attnres.utils.files import write_figure, write_file
+from attnres.utils.figures import write_figure
+from attnres.utils.files import write_file
 from studies.common.arms import (
     BATCH,
     HELD_OUT_WINDOWS,
@@ -17,9 +18,11 @@ from studies.common.arms import (
     QUERY_LEARNING_RATE,
     RECENCY_BIAS,
     SWEEP,
+    Run,
     all_runs,
 )
 from studies.common.paired import in_words
+from studies.common.runs import read_runs
 
 
 LABELS = {
@@ -35,13 +38,13 @@ LABELS = {
 COLOURS = dict(zip(LABELS, ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000", "#56B4E9")))
 
 
-def read_runs(results: Path) -> dict[tuple[str, str], dict[int, dict]]:
+def runs_by_arm(results: Path) -> dict[tuple[str, str], dict[int, dict]]:
     """By stage and arm, and then by seed."""
     found: dict[tuple[str, str], dict[int, dict]] = {}
+    finished = read_runs(results / "runs.jsonl", Run)
     for run in all_runs():
-        path = results / "runs" / f"{run.name}.json"
-        if path.exists():
-            found.setdefault((run.stage, run.arm), {})[run.seed] = json.loads(path.read_text())
+        if run in finished:
+            found.setdefault((run.stage, run.arm), {})[run.seed] = finished[run]
     return found
 
 
@@ -132,7 +135,7 @@ def plot_differences(found, stem: Path) -> list[Path]:
 
 def write_tables(results: Path) -> list[Path]:
     """Write `table.md` and the figures into the folder of the results; their paths."""
-    found = read_runs(results)
+    found = runs_by_arm(results)
     manifest = json.loads((results / "manifest.json").read_text())
     any_run = next(iter(next(iter(found.values())).values()))
     steps = {run.stage: run.steps for run in all_runs()}

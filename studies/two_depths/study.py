@@ -23,13 +23,14 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 
 from attnres import AttnResConfig, AttnResForCausalLM
-from attnres.benchmarks.twin import alternate, machine
 from attnres.training.scaling.sweep import next_rate
-from attnres.utils.files import COLOURS, finish_axis, write_figure, write_file
+from attnres.utils.figures import COLOURS, finish_axis, write_figure
+from attnres.utils.files import write_file
+from attnres.utils.timing import alternate, machine
 from studies.common.arms import BATCH, SHAPE, TRAINING, Results, Work, prepare, rows_of, training_step
 from studies.common.paired import at_equal_time, bold_if_certain, corrected_p, detectable, in_words, side
+from studies.common.runs import losses_in_words, read_runs, train_missing, trained
 from studies.reads.study import RESULTS as READ_STUDY
-from studies.reads.study import read_runs, trained
 
 
 RESULTS = Path(__file__).parent
@@ -158,15 +159,8 @@ def train(run: Run, work: Path) -> dict[str, Any]:
     }
 
 
-def train_and_write(run: Run, work: Path, folder: Path):
-    result = train(run, work)
-    write_file(folder / f"{run.name}.json", json.dumps(result) + "\n")
-    losses = f"tuning {result['tuning_loss']:.4f}, judging {result['judging_loss']:.4f}"
-    console.print(f"{run.name}: {losses}, {result['seconds']:.0f} s", highlight=False)
-
-
 def with_further_rates(results: Path) -> dict[Run, dict[str, Any]]:
-    return read_runs(results, Run) | read_runs(results, Run, "further_rates")
+    return read_runs(results / "runs.jsonl", Run) | read_runs(results / "further_rates.jsonl", Run)
 
 
 @app.command("run")
@@ -180,11 +174,19 @@ def run_all(
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
     prepare(work, READ_STUDY / "manifest.json")
-    while run := next_run(read_runs(results, Run), depth):
-        train_and_write(run, work, results / "runs")
-    while depth in (None, "deep") and (run := next_run(with_further_rates(results), "deep", FURTHER)):
-        train_and_write(run, work, results / "further_rates")
-    console.print(f"All runs are in {results}/runs; `python -m studies.two_depths.study report` makes the table.")
+    runs = results / "runs.jsonl"
+
+    def train_one(run: Run) -> dict[str, Any]:
+        return train(run, work)
+
+    train_missing(lambda found: next_run(found, depth), train_one, runs, losses_in_words, Run)
+    if depth in (None, "deep"):
+
+        def next_further(found: dict[Run, dict[str, Any]]) -> Run | None:
+            return next_run(read_runs(runs, Run) | found, "deep", FURTHER)
+
+        train_missing(next_further, train_one, results / "further_rates.jsonl", losses_in_words, Run)
+    console.print(f"All runs are in {runs}; `python -m studies.two_depths.study report` makes the table.")
 
 
 @app.command()
@@ -291,7 +293,7 @@ def rates_in_words(by_rate: dict[float, list[float]], chosen: float) -> str:
 @app.command()
 def report(results: Results = RESULTS):
     """Write table.md and the figure anew, from the results alone."""
-    found = read_runs(results, Run)
+    found = read_runs(results / "runs.jsonl", Run)
     further = with_further_rates(results)
     if next_run(found) or next_run(further, "deep", FURTHER) or not (results / "speed.json").exists():
         raise typer.BadParameter(

@@ -1,8 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What a small Full AttnRes model, trained from scratch on source code, reads from where.
 
-`python -m studies.weights.small_model` trains the shape of the study for 800 steps (minutes on one thread), inspects it on files
-that were held out, and leaves the heat map, and what it says to the paper's findings, in `benchmarks/depth`.
+`python -m studies.weights.small_model` trains the shape of the study for 800 steps (minutes on one thread), inspects
+it on files that were held out, and leaves the heat map, and what it says to the paper's findings, beside this file.
 """
 
 import json
@@ -14,14 +14,14 @@ import torch
 import typer
 from transformers import AutoTokenizer
 
-from attnres.cli.demo import standard_library
+from attnres.data.text import standard_library
 from attnres.inspection import inspect
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
 from attnres.utils.files import write_file
 from studies.common.arms import BATCH, LENGTH, TRAINING, from_scratch, prepare, rows_of
 
 
-RESULTS = Path(__file__).parent / "depth"
+RESULTS = Path(__file__)
 TOKENS = 20_000
 
 
@@ -84,9 +84,8 @@ def main(
         batch_size=BATCH,
         device="cpu",
     )
-    RESULTS.mkdir(exist_ok=True)
-    shutil.copyfile(work / "depth/weights.png", RESULTS / "weights.png")
-    write_file(RESULTS / "findings.json", json.dumps(findings(results["models"][0]["sites"]), indent=1) + "\n")
+    shutil.copyfile(work / "depth/weights.png", RESULTS.with_suffix(".png"))
+    write_file(RESULTS.with_suffix(".json"), json.dumps(findings(results["models"][0]["sites"]), indent=1) + "\n")
 
 
 if __name__ == "__main__":

@@ -9,7 +9,6 @@
 What is measured, and how, was written down first: studies/weights/protocol.md.
 """
 
-import json
 import random
 import statistics
 import time
@@ -31,12 +30,14 @@ from attnres.depth.stream import DepthRecorder
 from attnres.inspection import ablate, measure
 from attnres.inspection.effects import summed_loss
 from attnres.inspection.measure import evaluation_mode, run_recorded
-from attnres.utils.files import COLOURS, finish_axis, write_figure, write_file
+from attnres.utils.figures import COLOURS, finish_axis, write_figure
+from attnres.utils.files import append_json, write_file
 from studies.common.arms import Results, Work, prepare, rows_of
 from studies.common.comparison_reads import with_read
 from studies.common.paired import corrected_p, interval
+from studies.common.runs import SEEDS, Run, read_runs
 from studies.reads.study import RESULTS as READ_STUDY
-from studies.reads.study import SEEDS, STEPS, Run, read_runs, train
+from studies.reads.study import STEPS, train
 from studies.weights.small_model import findings
 
 
@@ -192,15 +193,15 @@ def rounded(figures: Any) -> Any:
 @app.command("run")
 def run_all(work: Work = Path("study-work"), results: Results = RESULTS):
     """Train and measure what has no result yet, on one thread."""
-    _run(work, results / "runs", [Run(arm, seed, STEPS, rate) for seed in SEEDS for arm, rate in RATES.items()])
-    console.print(f"All runs are in {results}/runs; `python -m studies.weights.study report` makes the table.")
+    _run(work, results / "runs.jsonl", [Run(arm, seed, STEPS, rate) for seed in SEEDS for arm, rate in RATES.items()])
+    console.print(f"All runs are in {results}/runs.jsonl; `python -m studies.weights.study report` makes the table.")
 
 
 @app.command()
 def rates(work: Work = Path("study-work"), results: Results = RESULTS):
     """Train and measure at other rates: is likeness a matter of these?"""
     runs = [Run(arm, seed, STEPS, rate) for seed in SEEDS_OF_OTHER_RATES for arm, rate in OTHER_RATES.items()]
-    _run(work, results / "other_rates", runs)
+    _run(work, results / "other_rates.jsonl", runs)
 
 
 @app.command()
@@ -209,16 +210,16 @@ def several(work: Work = Path("study-work"), results: Results = RESULTS):
     torch.set_num_threads(1)
     prepare(work, READ_STUDY / "manifest.json")
     ids = held_out_windows(work)
-    for finished in sorted(results.glob("runs/*.json")) + sorted(results.glob("other_rates/*.json")):
-        result = json.loads(finished.read_text())
-        run = Run(**result["run"])
-        path = results / "several" / f"{run.arm}-lr{run.learning_rate:g}-seed{run.seed}.json"
-        if run.arm == "blocks" or path.exists():
+    path = results / "several.jsonl"
+    finished = [(name, read_runs(results / f"{name}.jsonl")) for name in ("runs", "other_rates")]
+    for name, run, result in ((name, *pair) for name, found in finished for pair in found.items()):
+        if run.arm == "blocks" or run in read_runs(path):
             continue
-        saved = work / "models" / finished.parent.name / run.name
+        saved = work / "models" / name / run.name
         if not saved.exists():
             raise typer.BadParameter(
-                f"The model of {finished} is not in {saved}: delete the result and train it anew."
+                f"The model of {run.name} in {results}/{name}.jsonl is not in {saved}: delete that line and train it"
+                " again."
             )
         model = AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32)
         draws, sublayers = random.Random(run.seed), list(range(NUM_SITES - 1))
@@ -230,29 +231,28 @@ def several(work: Work = Path("study-work"), results: Results = RESULTS):
         if run.arm == "full":
             orders["read"] = [sorted(sublayers, key=read_weights(result).__getitem__)]
         rises = left_out_at_once(model, ids, orders)
-        write_file(path, json.dumps({"run": asdict(run), "orders": orders, "rises": rounded(rises)}) + "\n")
-        console.print(f"{path.stem}: {rounded(rises)}", highlight=False)
+        append_json(path, {"run": asdict(run), "orders": orders, "rises": rounded(rises)})
+        console.print(f"{run.name}: {rounded(rises)}", highlight=False)
 
 
 def held_out_windows(work: Path) -> torch.Tensor:
     return torch.stack([row["input_ids"] for row in rows_of(work, "library", "held_out", seed=0)[:WINDOWS]])
 
 
-def _run(work: Path, folder: Path, runs: list[Run]):
+def _run(work: Path, path: Path, runs: list[Run]):
     torch.set_num_threads(1)
     prepare(work, READ_STUDY / "manifest.json")
     ids = held_out_windows(work)
     for run in runs:
-        path = folder / f"{run.name}.json"
-        if path.exists():
+        if run in read_runs(path):
             continue
         patterns = PatternsInTraining(ids)
-        saved = work / "models" / folder.name / run.name
+        saved = work / "models" / path.stem / run.name
         result = train(run, work, [] if run.arm == "prenorm" else [patterns], save_to=saved)
         start = time.time()
         figures = analyse(run.arm, AutoModelForCausalLM.from_pretrained(saved, dtype=torch.float32), ids)
         result |= {"early_patterns": patterns.patterns, **figures, "seconds_of_analysis": time.time() - start}
-        write_file(path, json.dumps(rounded(result)) + "\n")
+        append_json(path, rounded(result))
         seconds = result["seconds"] + result["seconds_of_analysis"]
         console.print(f"{run.name}: judging {result['judging_loss']:.4f}, {seconds:.0f} s", highlight=False)
 
@@ -350,8 +350,7 @@ def likeness_table(by_arm: dict[str, list[dict]], at_other_rates: dict[str, list
 def read_other_rates(results: Path) -> dict[str, list[dict]]:
     """The results of arms at other rates, by what they are called in a table."""
     found: dict[str, list[dict]] = {}
-    for path in sorted((results / "other_rates").glob("*.json")):
-        result = json.loads(path.read_text())
+    for result in read_runs(results / "other_rates.jsonl").values():
         found.setdefault("{arm} at {learning_rate:g}".format(**result["run"]), []).append(result)
     labels = {f"{arm} at {rate:g}": f"{LABELS[arm]} at {rate:g}, three seeds" for arm, rate in OTHER_RATES.items()}
     return {labels[name]: of for name, of in found.items() if len(of) == len(SEEDS_OF_OTHER_RATES)}
@@ -378,10 +377,10 @@ def left_out_table(found: list[dict]) -> list[str]:
 def read_several(results: Path) -> dict[str, list[dict]]:
     """What was left out at once, by what a table calls the arm, and seed."""
     found: dict[str, list[dict]] = {}
-    for path in sorted((results / "several").glob("*.json")):
-        result = json.loads(path.read_text())
-        arm, rate = result["run"]["arm"], result["run"]["learning_rate"]
-        label = LABELS[arm] if rate == RATES[arm] else f"{LABELS[arm]} at {rate:g}"
+    for run, result in read_runs(results / "several.jsonl").items():
+        label = LABELS[run.arm]
+        if run.learning_rate != RATES[run.arm]:
+            label += f" at {run.learning_rate:g}"
         found.setdefault(label, []).append(result)
     return found
 
@@ -498,7 +497,7 @@ def finish(figure, axes, stem: Path) -> list[Path]:
 @app.command()
 def report(results: Results = RESULTS):
     """Write table.md and the figures anew, from the results alone."""
-    found = {(run.arm, run.seed): result for run, result in read_runs(results).items()}
+    found = {(run.arm, run.seed): result for run, result in read_runs(results / "runs.jsonl").items()}
     seeds = [seed for seed in SEEDS if all((arm, seed) in found for arm in RATES)]
     if len(seeds) < 3:
         raise typer.BadParameter(f"{len(seeds)} seeds have all arms, and three are needed: go on with `run`.")

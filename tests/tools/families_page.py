@@ -1,7 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""`families.json` and `docs/families.md`, from what was measured.
+"""`base/families.json` and `docs/families.md`, from what was measured.
 
-    python tests/tools/families_page.py [--survey A.json] [--commands B.json] [--vllm C.json] [--tensor-parallel D.json]
+    python tests/tools/families_page.py [--survey A.json] [--commands B.json] [--vllm C.json]
+        [--tensor-parallel D.json]
 
 The files are those of `family_survey.py`, `family_commands.py`, `vllm_greedy.py --survey` and
 `family_tensor_parallel.py`. What is not given stays as it was recorded, also of types that are not in a file.
@@ -41,8 +42,9 @@ relative differences of logits, the largest of all supported types in fp64, of b
 `attnres convert` makes a checkpoint of {converted} that computes the same, and `attnres revert` gives the base's
 weights back byte for byte.
 
-The definition is written on what the base's own code computes, operation by operation (`tests/helpers/literal_definition.py`).
-It shares no code with the package, but it shares its idea of what writes to the residual stream and what reads it.
+The definition is written on what the base's own code computes, operation by operation
+(`tests/helpers/literal_definition.py`). It shares no code with the package, but it shares its idea of what writes to
+the residual stream and what reads it.
 
 ## Supported
 
@@ -68,11 +70,11 @@ COMMANDS_HEAD = """
 ## Through the commands and in vLLM
 
 A tiny checkpoint of each type with random weights went through the commands (`python tests/tools/family_commands.py
-B.json`), and through vLLM where the base has attention that engines can replace (`python tests/tools/vllm_greedy.py --survey
-C.json`, vLLM 0.32.0 on a CPU, transformers 5.19, eager, fp32, random queries). Tensor parallelism is that of `attnres
-pretrain` in two processes (`python tests/tools/family_tensor_parallel.py D.json`), where transformers has a plan for the
-base; `tp_size` is refused where it is not right, be it in an older version: lfm2, lfm3, phimoe and seed_oss are right
-in 5.24 and not in 5.23.
+B.json`), and through vLLM where the base has attention that engines can replace (`python tests/tools/vllm_greedy.py
+--survey C.json`, vLLM 0.32.0 on a CPU, transformers 5.19, eager, fp32, random queries). Tensor parallelism is that of
+`attnres pretrain` in two processes (`python tests/tools/family_tensor_parallel.py D.json`), where transformers has a
+plan for the base; `tp_size` is refused where it is not right, be it in an older version: lfm2, lfm3, phimoe and
+seed_oss are right in 5.24 and not in 5.23.
 
 | column | what it says |
 |---|---|

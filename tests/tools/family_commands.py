@@ -27,10 +27,9 @@ from tiny_models import randomize_queries
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import attnres.eval.evaluate
-from attnres.cli.demo import train_tokenizer
 from attnres.conversion import convert, export_checkpoint, import_checkpoint
 from attnres.conversion.exchange import norm_eps
-from attnres.conversion.parity import read_sample
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.eval import evaluate
 from attnres.inspection import measure
 from attnres.training import finetune

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What holds for every decoder of transformers: `python tests/tools/family_survey.py RESULTS.json [model types]`.
 
-`tests/tools/families_page.py` makes `families.json`, which `attnres families` shows, and `docs/families.md` of the results.
+`families_page.py` makes `base/families.json`, which `attnres families` shows, and `docs/families.md` of the results.
 
 Each type is measured on a tiny model with random weights, in fp64 (also what the base computes in fp32), and written
 to the results at once: a run that was stopped goes on where it was.

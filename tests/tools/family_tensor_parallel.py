@@ -3,7 +3,7 @@
 
     python tests/tools/family_tensor_parallel.py D.json [TYPE ...]
 
-`tests/tools/families_page.py --tensor-parallel D.json` records them. `attnres pretrain` refuses `tp_size` for a type of
+`families_page.py --tensor-parallel D.json` records them. `attnres pretrain` refuses `tp_size` for a type of
 which they are wrong or were not looked at. What is in the file already is not computed again.
 """
 

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Prints the table of docs/parity.md: how far a converted model is from its base. `python tests/tools/parity_table.py`"""
+"""Prints the table of docs/parity.md: how far a converted model is from its base.
+
+python tests/tools/parity_table.py
+"""
 
 import torch
 from tiny_models import FAMILIES, convert, relative_error, tiny_base_model

@@ -14,7 +14,7 @@ or by the code that they carry. Then its processes do not import `attnres`.
     python tests/tools/vllm_greedy.py --survey RESULTS.json [types]
 
 For every type whose base has attention that engines can replace, the AttnRes model, eagerly; where it fails, the base
-as well. Results are written one by one, and a survey that was stopped goes on. `tests/tools/families_page.py` reads them.
+as well. Results are written one by one, and a survey that was stopped goes on. `families_page.py` reads them.
 """
 
 import argparse
@@ -65,7 +65,7 @@ def make(family: str, folder: Path, options: dict):
     from peft import LoraConfig, get_peft_model
     from tiny_models import randomize_queries
 
-    from attnres.cli.demo import train_tokenizer
+    from attnres.data.text import train_tokenizer
     from attnres.saving_attnres import REMOTE_CODE_AUTO_MAP
 
     tokenizer = train_tokenizer([Path(os.__file__).read_text()], vocab_size=512)

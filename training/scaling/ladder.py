@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """A ladder of pretraining runs: sizes, ways to read over depth and seeds, each way with learning rates of its own.
 
-One YAML file says all of it. Every run is one of `attnres pretrain`, of which a small JSON file stays; a ladder that
+One YAML file says all of it. Every run is one of `attnres pretrain`, of which a line of JSON stays; a ladder that
 was interrupted goes on where it was.
 """
 
@@ -19,16 +19,16 @@ import yaml
 from rich.console import Console
 from transformers import AutoModelForCausalLM, PreTrainedConfig, __version__, set_seed
 
-from ...benchmarks.twin import alternate
-from ...utils.files import write_file
-from ...utils.untrusted import read_yaml
+from ...utils.files import append_json, read_json_lines, write_file
+from ...utils.timing import alternate
+from ...utils.untrusted import read_json, read_yaml
 from .. import pretrain
 from ..pretrain import PretrainArguments, read_model_config
 from .sweep import next_rate
 
 
 TUNING_SEED = 100  # the first one; those below are of what is compared
-LADDER_FILE, TIMES_FILE = "ladder.yaml", "times.json"
+LADDER_FILE, RUNS_FILE, TIMES_FILE = "ladder.yaml", "runs.jsonl", "times.json"
 # A step reads every parameter once forward and twice backward, each with a multiplication and an addition
 FLOPS_PER_PARAMETER = 6
 # Of a step, by default
@@ -226,11 +226,9 @@ def _check(ladder: Ladder, path: str):
 
 def results_of(folder: str | Path) -> dict[Run, dict[str, Any]]:
     """By run, what has stayed of it."""
-    found = {}
-    for path in sorted((Path(folder) / "runs").glob("*.json")):
-        result = json.loads(path.read_text(encoding="utf-8"))
-        found[Run(**result["run"])] = result
-    return found
+    before = sorted((Path(folder) / "runs").glob("*.json"))  # as attnres 0.2 kept them, in files of their own
+    results = [read_json(path) for path in before] + read_json_lines(Path(folder) / RUNS_FILE)
+    return {Run(**result["run"]): result for result in results}
 
 
 def tuning_losses(ladder: Ladder, found: dict[Run, dict[str, Any]], arm: str, size: str) -> dict[float, float]:
@@ -295,12 +293,12 @@ def run_ladder(path: str | Path, output: str | Path) -> list[Path]:
         )
     while run := next(runs_left(ladder, results_of(output)), None):
         result = train(ladder, run, output / "work")
-        write_file(output / "runs" / f"{run.name}.json", json.dumps(result, indent=1) + "\n")
+        append_json(output / RUNS_FILE, result)
         console.print(f"{run.name}: {result['loss']:.4f}, {result['seconds']:.0f} s", highlight=False)
     shutil.rmtree(output / "work", ignore_errors=True)
     if not (output / TIMES_FILE).exists():
         write_file(output / TIMES_FILE, json.dumps(measure_times(ladder), indent=1) + "\n")
-    return [kept, output / "runs", output / TIMES_FILE]
+    return [kept, output / RUNS_FILE, output / TIMES_FILE]
 
 
 def _as_yaml(ladder: Ladder) -> dict[str, Any]:

@@ -13,7 +13,7 @@ matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import numpy as np  # noqa: E402
 
-from ...utils.files import COLOURS, write_figure  # noqa: E402
+from ...utils.figures import COLOURS, write_figure  # noqa: E402
 from ...utils.markup import figure_text  # noqa: E402
 from .fit import read_losses  # noqa: E402
 from .ladder import LADDER_FILE, read_ladder  # noqa: E402
