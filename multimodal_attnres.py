@@ -16,10 +16,7 @@ from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
-    AutoModelForImageTextToText,
-    AutoModelForMultimodalLM,
 )
 
 from .base.classes import class_by_name
@@ -140,12 +137,6 @@ def is_multimodal(base_model_type: str) -> bool:
     base_class = CONFIG_MAPPING[base_model_type]
     is_causal = base_class in MODEL_FOR_CAUSAL_LM_MAPPING
     return "text_config" in base_class.sub_configs or base_class in MODEL_FOR_MULTIMODAL_LM_MAPPING and not is_causal
-
-
-def auto_class_of(base_model_type: str) -> type:
-    """The Auto class by which multimodal models of a type are loaded: that of images, or one that has others too."""
-    sees = CONFIG_MAPPING[base_model_type] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
-    return AutoModelForImageTextToText if sees else AutoModelForMultimodalLM
 
 
 def _new_config(base_model_type: str) -> AttnResMultimodalConfig:

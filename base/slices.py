@@ -5,23 +5,18 @@ from __future__ import annotations
 
 import functools
 import inspect
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
-from ..configuration_attnres import AttnResConfig
 from ..depth.stream import DepthStream
 from .forward import HANDED, kv_cache_among
 from .probe import Probe, decoder_layers, probe_slices
 
 
-if TYPE_CHECKING:
-    from ..modeling_attnres import AttnResModel
-
-
-def count_tensors(config: AttnResConfig, site: int) -> tuple[int, int]:
+def count_tensors(config: PreTrainedConfig, site: int) -> tuple[int, int]:
     """The number of closed blocks (the embedding included) and of open-block tensors that a stream holds at a site."""
     num_blocks, num_outputs = 1 + site // config.attn_res_block_size, site % config.attn_res_block_size
     if num_outputs == 0:
@@ -38,7 +33,7 @@ def stack_sources(stream: DepthStream) -> torch.Tensor:
     return torch.stack((*stream.blocks, *stream.open_tensors))
 
 
-def stream_of_sources(trunk: AttnResModel, sources: torch.Tensor, site: int) -> DepthStream:
+def stream_of_sources(trunk: PreTrainedModel, sources: torch.Tensor, site: int) -> DepthStream:
     """The inverse of `stack_sources`, on the next stage."""
     num_blocks, num_open = count_tensors(trunk.config, site)
     partial, *outputs = sources[num_blocks:] if num_open else (None,)

@@ -17,19 +17,23 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    AutoModelForMultimodalLM,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.models.auto.configuration_auto import CONFIG_MAPPING
-from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MULTIMODAL_LM_MAPPING
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING, CONFIG_MAPPING_NAMES
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING,
+    MODEL_FOR_MULTIMODAL_LM_MAPPING,
+)
 
 from ..base.config import base_config_class
 from ..base.probe import decoder_on_meta
-from ..configuration_attnres import AttnResConfig
-from ..modeling_attnres import AttnResModel
-from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig, auto_class_of
 from ..utils.untrusted import (
     PICKLES,
     check_folder,
@@ -85,6 +89,12 @@ COMPANIONS = {
     "depth": PICTURES,  # the page and the JSON quote the text that was read
     "evaluation": ("table.md", "differences.png"),
 }
+
+
+def auto_class_of(base_model_type: str) -> type:
+    """The Auto class by which multimodal models of a type are loaded: that of images, or one that has others too."""
+    sees = CONFIG_MAPPING[base_model_type] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
+    return AutoModelForImageTextToText if sees else AutoModelForMultimodalLM
 
 
 @dataclass(frozen=True)
@@ -154,12 +164,8 @@ class Checkpoint:
 
     def _prefix_of_language_model(self) -> str:
         """Found by its embedding, as files may have other names than the model that is loaded from them."""
-        decoder: Any
-        if isinstance(self.text_config, AttnResConfig):
-            with config_errors_explained(self.name), torch.device("meta"):
-                decoder = AttnResModel(self.text_config)
-        else:
-            decoder = decoder_on_meta(self.text_config)
+        config = self.text_config
+        decoder = decoder_on_meta(config.to_base_config() if config.model_type == "attnres" else config)
         embedding = decoder.get_input_embeddings().weight
         name = next(name for name, parameter in decoder.named_parameters() if parameter is embedding)
         prefixes = [found.removesuffix(name) for found in self.weight_map if f".{found}".endswith(f".{name}")]
@@ -172,19 +178,9 @@ class Checkpoint:
 
     @functools.cached_property
     def query_prefix(self) -> str:
-        """Of the names of the depth queries.
-
-        Where there are none yet, that of the decoder. Files of multimodal models may have other names than the model,
-        and then transformers knows each of those, and not what they would be of the queries.
-        """
+        """Of the names of the depth queries, that of the decoder's tensors where there are none."""
         found = [name.removesuffix(QUERY_NAMES[1]) for name in self.weight_map if name.endswith(QUERY_NAMES[1])]
-        if found:
-            return found[0]
-        if not self.is_multimodal or isinstance(self.text_config, AttnResConfig):
-            return self.prefix
-        with torch.device("meta"):
-            model = AttnResForConditionalGeneration(AttnResMultimodalConfig.from_base_config(self.config))
-        return f"{model.trunk_name}."
+        return found[0] if found else self.prefix
 
     @property
     def has_lm_head(self) -> bool:
@@ -313,6 +309,46 @@ def load_config(source: str | Path, revision: str | None = None) -> PreTrainedCo
     place = local_folder(source, revision) or source
     with config_errors_explained(str(source)):
         return AutoConfig.from_pretrained(place, revision=revision or "main", trust_remote_code=False)
+
+
+def read_decoder_config(model: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a decoder, that inside of it if the model is made of several; otherwise as `read_config`."""
+    return read_config(model, revision, trust_remote_code).get_text_config(decoder=True)
+
+
+def read_config(model: str, revision: str | None = None, trust_remote_code: bool = False) -> PreTrainedConfig:
+    """The config of a model.
+
+    Args:
+        model: a folder or a Hub id.
+        revision: branch, tag or commit of a Hub id.
+        trust_remote_code: whether to run code that the model brings. Its classes are registered with the Auto classes
+            of this process, so that `AttnResConfig.from_base_config` takes the config.
+
+    Raises:
+        ValueError: if its config is one that transformers refuses, or its code is for a model type of transformers.
+        OSError: if there is no such config.
+    """
+    if not trust_remote_code:
+        return load_config(model, revision)
+    read_config_dict(model, revision)  # tells at once what is wrong with it
+    with config_errors_explained(model):
+        config = AutoConfig.from_pretrained(model, revision=revision, trust_remote_code=True)
+    auto_map = getattr(config, "auto_map", None) or {}
+    if "AutoModelForCausalLM" in auto_map:
+        if config.model_type in CONFIG_MAPPING_NAMES:
+            raise ValueError(
+                f"The code of `{model}` calls its model type {config.model_type!r}, as transformers calls one of its"
+                " own. Give it another `model_type` in its code and in config.json, or leave out"
+                " `trust_remote_code` to look at transformers' model."
+            )
+        AutoConfig.register(config.model_type, type(config), exist_ok=True)
+        for auto_class in (AutoModel, AutoModelForCausalLM):
+            if auto_class.__name__ in auto_map:
+                reference = auto_map[auto_class.__name__]
+                model_class = get_class_from_dynamic_module(reference, model, revision=revision)
+                auto_class.register(type(config), model_class, exist_ok=True)
+    return config
 
 
 def load_tokenizer(source: str | Path, revision: str | None = None) -> PreTrainedTokenizerBase:

@@ -20,8 +20,6 @@ from huggingface_hub.utils import get_session
 from ..utils.untrusted import read_json
 
 
-# Of files with rows of a data set, see `rows.LOADERS`
-ROW_SUFFIXES = (".jsonl", ".json", ".parquet", ".txt", ".md", ".py")
 # Configuration classes make a name for each, in memory
 MAX_LABELS = 1_000_000
 # Nor are there models with so many layers, of which configuration classes make lists
@@ -80,13 +78,6 @@ def _check_layers(config_dict: dict, path: Path):
             continue
         elif ("layer" in name or name == "num_blocks") and abs(value) > MAX_LAYERS:
             raise ValueError(f"`{name}={value}` in `{path}` must be at most {MAX_LAYERS:,}.")
-
-
-def check_rows(source: str):
-    """Raise a `ValueError` for rows that are named like a file or a folder, and not like a data set, and not there."""
-    path = Path(source).expanduser()
-    if not path.exists() and (path.suffix in ROW_SUFFIXES or source.startswith((".", "/", "~"))):
-        raise ValueError(f"There is no file or folder `{source}`.")
 
 
 def hub_commit(source: str | Path, revision: str | None = None, file: str = "config.json") -> str | None:

@@ -123,7 +123,9 @@ def families(
     """Show which decoders can be a base, or whether a checkpoint can: where its code reads and writes the stream."""
     if probe is not None and not types:
         need_checkpoints([probe], revision)
-    from ..base.families import describe_probe, probe_report, read_config, survey, survey_table
+    from ..base.families import survey, survey_table
+    from ..checkpoints.checkpoint import read_config
+    from ..conversion.probe_report import describe_probe, probe_report
 
     if probe is not None and types:
         raise typer.BadParameter("--probe looks at one checkpoint, and takes no model types.")
@@ -428,9 +430,3 @@ def main():
         fail(f"{error.name} is not installed: {how_to_install(OPTIONAL_MODULES[error.name])}")
     except (ValueError, OSError) as error:
         fail(str(error))
-
-
-if __name__ == "__main__":
-    from attnres.__main__ import main as main_quiet_when_interrupted
-
-    main_quiet_when_interrupted()

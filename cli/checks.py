@@ -74,7 +74,7 @@ def need_destination(destination: Path, source: str):
 
 def need_run(command: str, file: Path, overrides: dict[str, Any]):
     """Raise for what a run of `finetune` or `pretrain` names and is not there; other mistakes are told later."""
-    from ..checkpoints.location import check_rows
+    from ..data.location import check_rows
     from ..utils.untrusted import read_yaml
 
     need_files([file])

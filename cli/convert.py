@@ -95,7 +95,7 @@ def convert(
     if (destination / "modeling_attnres.py").exists():
         hint = f"The model code is in the folder: what does not import attnres needs `trust_remote_code`. {serve}"
     elif report.model_type == "attnres_multimodal":
-        from ..multimodal_attnres import auto_class_of
+        from ..checkpoints.checkpoint import auto_class_of
 
         auto_class = auto_class_of(report.base_model_type).__name__
         hint = f"`import attnres` before loading it, with `{auto_class}`."

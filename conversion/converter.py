@@ -25,9 +25,9 @@ from ..configuration_attnres import AttnResConfig
 from ..depth.queries import AttnResDepthQueries
 from ..depth.reads import Read
 from ..modeling_attnres import AttnResForCausalLM
-from ..multimodal_attnres import AttnResMultimodalConfig
+from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig
 from ..saving_attnres import REMOTE_CODE_AUTO_MAP
-from ..utils.files import check_destination
+from ..utils.files import check_destination, hidden_folder
 from ..utils.untrusted import read_json
 from .checks import (
     MODEL_TYPES,
@@ -43,7 +43,6 @@ from .checks import (
     refuse_unscaled_eps,
 )
 from .gguf import find_gguf
-from .weights import hidden_folder
 from .writing import write_checkpoint
 
 
@@ -166,12 +165,25 @@ def _convert(
         checkpoint,
         path,
         config,
-        add=initial_queries(checkpoint.query_prefix, depth_config(config)) if is_new or is_other_query else {},
+        add=initial_queries(query_prefix_of(checkpoint), depth_config(config)) if is_new or is_other_query else {},
         rename=without_queries if is_other_query else lambda name: name,
         notes=notes,
         files={BASE_CONFIG_NAME: checkpoint.folder / "config.json"} if is_new else {},
         **options,
     )
+
+
+def query_prefix_of(checkpoint: Checkpoint) -> str:
+    """The prefix of the names that depth queries have, or will have, in the files of a checkpoint.
+
+    Files of multimodal models may have other names than the model, and then transformers knows each of those, and not
+    what they would be of the queries.
+    """
+    if not checkpoint.is_multimodal or is_attnres(checkpoint):
+        return checkpoint.query_prefix
+    with torch.device("meta"):
+        model = AttnResForConditionalGeneration(AttnResMultimodalConfig.from_base_config(checkpoint.config))
+    return f"{model.trunk_name}."
 
 
 def chosen_blocks(block_size: int | None, num_blocks: int | None, full: bool) -> dict[str, int]:

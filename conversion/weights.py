@@ -1,64 +1,19 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The files of a converted checkpoint: its folder is written whole or not at all, its weights byte for byte."""
+"""The files of a converted checkpoint: its weights byte for byte, and what belongs to them."""
 
-import contextlib
 import json
 import math
 import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from filelock import FileLock, Timeout
 from huggingface_hub.utils import tqdm
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
 from ..checkpoints.checkpoint import INDEX_NAME, Checkpoint
-
-
-@contextlib.contextmanager
-def hidden_folder(path: Path, kind: str, num_bytes: int, way_out: str = "") -> Iterator[Path]:
-    """A new folder beside `path` for what is not finished, removed at the end.
-
-    Where a process was killed it stays, until the next one that writes to the same place.
-
-    Raises:
-        OSError: if another process has it, or the disk has no room for `num_bytes`.
-    """
-    hidden = path.with_name(f".{path.name}.{kind}")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    # The lock of what is unfinished has had this name from the start
-    lock = FileLock(path.with_name(f".{path.name}.lock" if kind == "unfinished" else f".{path.name}.{kind}.lock"))
-    try:
-        lock.acquire(blocking=False)
-    except Timeout:
-        raise OSError(f"Another process is writing `{path}`.") from None
-    try:
-        shutil.rmtree(hidden, ignore_errors=True)
-        free = shutil.disk_usage(path.parent).free
-        if num_bytes > free:
-            raise OSError(
-                f"`{path}` needs {num_bytes / 1e9:.1f} GB, on its disk {free / 1e9:.1f} GB are free.{way_out}"
-            )
-        hidden.mkdir()
-        yield hidden
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
-        Path(lock.lock_file).unlink(missing_ok=True)
-        lock.release()
-
-
-@contextlib.contextmanager
-def atomic_folder(path: Path, num_bytes: int) -> Iterator[Path]:
-    """A hidden folder beside `path` to write to. It takes the place of `path` when all went well, or it is removed."""
-    way_out = " Within one disk `--link` needs next to nothing."
-    with hidden_folder(path, "unfinished", num_bytes, way_out) as unfinished:
-        yield unfinished
-        if path.exists():
-            path.rmdir()  # an empty folder; what has been put there meanwhile makes this fail
-        unfinished.rename(path)
 
 
 def copy_companions(source: Checkpoint, folder: Path, names: dict[str, str | None]):

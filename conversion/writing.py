@@ -27,10 +27,11 @@ from ..configuration_attnres import AttnResConfig
 from ..data.text import read_sample
 from ..depth.reads import Read
 from ..model_cards.card import CODE_FILES, code_files, inherited_metadata, weights_of, write_model_card
+from ..utils.files import atomic_folder
 from .checks import check_tensors, depth_config, is_attnres
 from .parity import check_device, check_finite_weights, compare_with, read_windows, run_reference
 from .running import quiet_loading
-from .weights import atomic_folder, copy_companions, write_weights
+from .weights import copy_companions, write_weights
 
 
 BASE_CARD_NAME = "README.base.md"
@@ -71,7 +72,8 @@ def write_checkpoint(
     if verify:
         check_before_verifying(source, verify_text, device)
     tensor_bytes = sum(tensor.nbytes for tensor in add.values())
-    with atomic_folder(path, tensor_bytes if link else source.num_bytes + tensor_bytes) as folder:
+    way_out = " Within one disk `--link` needs next to nothing."
+    with atomic_folder(path, tensor_bytes if link else source.num_bytes + tensor_bytes, way_out) as folder:
         reference = run_reference(source, verify_text, device=device) if verify else None
         start = time.perf_counter()
         copy_companions(source, folder, names)

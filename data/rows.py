@@ -14,8 +14,8 @@ from typing import Any
 from datasets import Dataset, DatasetDict, IterableDataset, load_dataset
 from transformers import PreTrainedTokenizerBase
 
-from ..checkpoints.location import check_rows
 from ..utils.untrusted import in_one_line
+from .location import check_rows
 
 
 # By suffix: the loader of `datasets`, and what it needs

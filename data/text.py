@@ -18,7 +18,7 @@ def read_sample() -> str:
 
 def package_sources(package: str) -> dict[str, str]:
     """The modules of an installed package by name, sorted, without empty ones and tests."""
-    root = Path(metadata.distribution(package).locate_file(package))
+    root = Path(str(metadata.distribution(package).locate_file(package)))
     names = (path.relative_to(root) for path in sorted(root.rglob("*.py")))
     texts = {name.as_posix(): (root / name).read_text(encoding="utf-8") for name in names if "tests" not in name.parts}
     return {name: text for name, text in texts.items() if text}
@@ -28,7 +28,8 @@ def standard_library() -> tuple[list[str], list[str]]:
     """Sources of the standard library, tests and vendored packages left out: for training, and one in 20 held out."""
     root = Path(sysconfig.get_paths()["stdlib"])
     skipped = {"site-packages", "test", "tests", "idlelib", "lib2to3", "ensurepip", "pydoc_data", "encodings"}
-    train, held_out = [], []
+    train: list[str] = []
+    held_out: list[str] = []
     for path in sorted(root.rglob("*.py")):
         name = path.relative_to(root)
         if not skipped & set(name.parts):

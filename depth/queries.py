@@ -7,9 +7,9 @@ from collections.abc import Callable
 
 import torch
 from torch import nn
+from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from ..configuration_attnres import AttnResConfig
 from .reads import Read
 
 
@@ -20,7 +20,7 @@ class AttnResDepthQueries(nn.Module):
     `projection_down` and `projection_up` if it has a rank.
     """
 
-    def __init__(self, config: AttnResConfig):
+    def __init__(self, config: PreTrainedConfig):
         super().__init__()
         self.block_size, self.read = config.attn_res_block_size, Read.of(config)
         self.std = getattr(config, "initializer_range", 0.02)  # of bases that have none, transformers' own
@@ -66,7 +66,7 @@ class AttnResDepthQueries(nn.Module):
         names = ("projection",) if self.read.query_rank is None else ("projection_down", "projection_up")
         return folded, key_norm, *(getattr(self, name).to(dtype) for name in names)
 
-    def read_of(self, config: AttnResConfig) -> Read:
+    def read_of(self, config: PreTrainedConfig) -> Read:
         """How sources are read. Raises a `ValueError` if the config was changed since the queries were made."""
         if self.block_size != config.attn_res_block_size:
             raise ValueError(

@@ -19,10 +19,10 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from attnres.base.probe import decoder_layers, probe_slices
 from attnres.base.slices import PassThrough, count_tensors
 from attnres.configuration_attnres import AttnResConfig
-from attnres.conversion.weights import hidden_folder
 from attnres.depth.queries import AttnResDepthQueries
 from attnres.modeling_attnres import AttnResForCausalLM
 
+from ..utils.files import hidden_folder
 from .routing import StageRoute, route_blocks
 from .stage import AttnResStage, BlockStore, StageModule
 

@@ -18,13 +18,13 @@ from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from attnres.base.classes import DepthReader
-from attnres.base.families import read_decoder_config
 from attnres.base.probe import KnownValues, decoder_layers, move_off_meta, probe_slices, probe_sublayers
 from attnres.base.slices import count_tensors
 from attnres.configuration_attnres import AttnResConfig
 from attnres.depth.queries import AttnResDepthQueries
 from attnres.modeling_attnres import AttnResForCausalLM
 
+from ..checkpoints.checkpoint import read_decoder_config
 from .pipeline import V_SCHEDULES, microbatches_needed, num_rounds, ranks_of_stages, sites_of_stages, spread
 from .routing import num_transfers, route_blocks
 

@@ -41,7 +41,7 @@ NO_DEFAULTS = {
     *("cohere_compass_text", "dbrx", "deepseek_v2", "dots1", "hunyuan_v1_dense", "hunyuan_v1_moe", "lfm2_moe"),
     *("ministral", "nemotron"),
 }
-RECORDED = json.loads((Path(__file__).parents[1] / "families.json").read_text())["supported"]
+RECORDED = json.loads((Path(__file__).parents[1] / "base/families.json").read_text())["supported"]
 SUPPORTED = {name: found for name, found in RECORDED.items() if name in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES}
 
 # In the record, which is of the newest version, and not so before

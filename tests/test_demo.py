@@ -13,7 +13,7 @@ from attnres.data.text import train_tokenizer
 
 
 def attnres(*args) -> subprocess.CompletedProcess:
-    return subprocess.run([sys.executable, "-m", "attnres.cli", *map(str, args)], capture_output=True, text=True)
+    return subprocess.run([sys.executable, "-m", "attnres", *map(str, args)], capture_output=True, text=True)
 
 
 @pytest.mark.slow

@@ -573,7 +573,7 @@ def test_killed(checkpoints, paper, tmp_path):
     """SIGKILL after the first benchmark is done; the rerun ends as an uninterrupted run does."""
     models = [checkpoints / "base", checkpoints / "trained"]
     arguments = ["eval", *models, "--suite", "quick", "--data-root", paper[0], "--device", "cpu", "-o"]
-    command = [sys.executable, "-m", "attnres.cli", *map(str, arguments)]
+    command = [sys.executable, "-m", "attnres", *map(str, arguments)]
     subprocess.run([*command, str(tmp_path / "whole")], check=True, capture_output=True)
     killed_after(60, [*arguments, tmp_path / "out"])  # the first benchmark has up to 20 requests, the second one 120
     done = {path: path.stat().st_mtime_ns for path in tmp_path.glob("out/models/*/*.json")}
@@ -623,7 +623,7 @@ def test_adapters_templates_and_batches(checkpoints, paper, tmp_path):
 def test_killed_inside_a_benchmark(checkpoints, paper, tmp_path):
     """SIGKILL among the requests: those that were answered are not asked again."""
     arguments = ["eval", checkpoints / "trained", "--tasks", "hellaswag", "--data-root", paper[0], "-o"]
-    command = [sys.executable, "-m", "attnres.cli", *arguments]
+    command = [sys.executable, "-m", "attnres", *arguments]
     killed_after(25, [*arguments, tmp_path / "killed"])
     assert not (tmp_path / "killed/results.json").exists()
     asked = {}
@@ -641,7 +641,7 @@ def test_killed_inside_a_benchmark(checkpoints, paper, tmp_path):
 def test_interrupted_by_the_user(checkpoints, paper, tmp_path):
     """SIGINT among the requests of a real process: no traceback, nothing half-written, nothing asked again."""
     arguments = ["--tasks", "hellaswag", "--data-root", paper[0], "--device", "cpu", "-o", tmp_path / "out"]
-    command = [sys.executable, "-m", "attnres.cli", "eval", checkpoints / "trained", *arguments]
+    command = [sys.executable, "-m", "attnres", "eval", checkpoints / "trained", *arguments]
     process = subprocess.Popen([*map(str, command)], stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
     answered = 0
     while answered < 20:
@@ -793,7 +793,7 @@ def test_two_processes(checkpoints, paper, tmp_path):
         "two": [sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--standalone", "-m"],
     }
     for name, launcher in launchers.items():
-        command = [*launcher, "attnres.cli", "eval", *map(str, arguments), "-o", str(tmp_path / name)]
+        command = [*launcher, "attnres", "eval", *map(str, arguments), "-o", str(tmp_path / name)]
         result = subprocess.run(command, capture_output=True, text=True, timeout=300)
         assert result.returncode == 0, result.stderr[-3000:]
         assert ("| 28/28 [" in result.stderr) == (name == "one")  # requests of 7 documents, and of the half of them

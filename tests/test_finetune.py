@@ -117,7 +117,7 @@ def test_the_prenorm_twin_trains_too(folder, tmp_path):
 
 
 def command(config: Path, *overrides):
-    return [sys.executable, "-m", "attnres.cli", "finetune", str(config), *overrides]
+    return [sys.executable, "-m", "attnres", "finetune", str(config), *overrides]
 
 
 @pytest.mark.slow

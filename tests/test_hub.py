@@ -72,7 +72,7 @@ def process(hub, *command, code=0, token=None) -> str:
 
 
 def attnres(hub, *args, **kwargs) -> str:
-    return process(hub, sys.executable, "-m", "attnres.cli", *args, **kwargs)
+    return process(hub, sys.executable, "-m", "attnres", *args, **kwargs)
 
 
 def python(hub, script, *args) -> str:
@@ -357,7 +357,7 @@ def test_a_wrong_name_without_a_hub(kind, command, crowded_hub, tmp_path):
 
 @pytest.mark.slow
 def test_no_hub(crowded_hub):
-    command = [sys.executable, "-m", "attnres.cli", "push", crowded_hub.root.parent / "model", "tester/new"]
+    command = [sys.executable, "-m", "attnres", "push", crowded_hub.root.parent / "model", "tester/new"]
     printed = process(crowded_hub, "env", "HF_ENDPOINT=http://127.0.0.1:9", *command, code=1)
     assert "The Hub cannot be reached: " in printed and "Traceback" not in printed
 

@@ -32,8 +32,9 @@ from transformers import (
 from transformers.models.auto.modeling_auto import MODEL_FOR_MULTIMODAL_LM_MAPPING_NAMES
 
 import attnres
-from attnres.base.families import describe_probe, read_config
+from attnres.checkpoints.checkpoint import read_config
 from attnres.conversion import convert, revert
+from attnres.conversion.probe_report import describe_probe
 
 
 IMAGE = 90  # the token that an image takes the place of

@@ -531,7 +531,7 @@ def start(folder, num_processes, config):
     path = folder / f"{Path(config['output_dir']).name}.yaml"
     path.write_text(yaml.safe_dump(config))
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", str(num_processes)]
-    command += ["-m", "attnres.cli", "pretrain", str(path)]
+    command += ["-m", "attnres", "pretrain", str(path)]
     return subprocess.Popen(
         command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True
     )

@@ -19,9 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, __version__, initialization
 
 from attnres import AttnResConfig
-from attnres.base.families import describe_probe, read_decoder_config
 from attnres.base.probe import probe_layers, probe_sublayers
+from attnres.checkpoints.checkpoint import read_decoder_config
 from attnres.conversion import convert, revert
+from attnres.conversion.probe_report import describe_probe
 
 
 CONFIG = """

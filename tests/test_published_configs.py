@@ -20,9 +20,10 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, MllamaConfig
 
 from attnres import AttnResForCausalLM
-from attnres.base.families import describe_probe, read_decoder_config
+from attnres.checkpoints.checkpoint import read_decoder_config
 from attnres.conversion import convert, open_checkpoint, revert
 from attnres.conversion.parity import check_finite_weights
+from attnres.conversion.probe_report import describe_probe
 
 
 CONFIGS = json.loads((Path(__file__).with_name("helpers") / "published_configs.json").read_text())

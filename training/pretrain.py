@@ -32,13 +32,12 @@ from transformers.trainer_utils import align_special_tokens
 from ..base.config import check_known
 from ..checkpoints.checkpoint import load_config, load_language_model, load_tokenizer
 from ..configuration_attnres import AttnResConfig
-from ..conversion.weights import atomic_folder
 from ..data import packing as data
 from ..data.packed_rows import POSITION, PackedStream, collate
 from ..data.rows import load_rows
 from ..inspection.callback import DepthMapCallback
 from ..model_cards.card import write_model_card
-from ..utils.files import disk_errors_explained, write_file
+from ..utils.files import atomic_folder, disk_errors_explained, write_file
 from ..utils.untrusted import check_folder
 from . import stages
 from .checkpoints import model_fingerprint, rows_fingerprint, source_fingerprint
@@ -416,7 +415,7 @@ def train_over_stages(
     final = output / "final"
     if dist.get_rank() == 0:
         write_history(run, loop.history)
-    with atomic_folder(final, 0) if dist.get_rank() == 0 else contextlib.nullcontext(final) as folder:
+    with atomic_folder(final) if dist.get_rank() == 0 else contextlib.nullcontext(final) as folder:
         loop.pipeline.save_pretrained(folder)
         if dist.get_rank() == 0:
             run.tokenizer.save_pretrained(folder)

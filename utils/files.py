@@ -5,6 +5,7 @@ import contextlib
 import errno
 import json
 import os
+import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,6 +24,48 @@ def write_file(path: Path, content: str | bytes):
         unfinished.replace(path)
     finally:
         unfinished.unlink(missing_ok=True)
+
+
+@contextlib.contextmanager
+def hidden_folder(path: Path, kind: str, num_bytes: int, way_out: str = "") -> Iterator[Path]:
+    """A new folder beside `path` for what is not finished, removed at the end.
+
+    Where a process was killed it stays, until the next one that writes to the same place.
+
+    Raises:
+        OSError: if another process has it, or the disk has no room for `num_bytes`.
+    """
+    hidden = path.with_name(f".{path.name}.{kind}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    # The lock of what is unfinished has had this name from the start
+    lock = FileLock(path.with_name(f".{path.name}.lock" if kind == "unfinished" else f".{path.name}.{kind}.lock"))
+    try:
+        lock.acquire(blocking=False)
+    except Timeout:
+        raise OSError(f"Another process is writing `{path}`.") from None
+    try:
+        shutil.rmtree(hidden, ignore_errors=True)
+        free = shutil.disk_usage(path.parent).free
+        if num_bytes > free:
+            raise OSError(
+                f"`{path}` needs {num_bytes / 1e9:.1f} GB, on its disk {free / 1e9:.1f} GB are free.{way_out}"
+            )
+        hidden.mkdir()
+        yield hidden
+    finally:
+        shutil.rmtree(hidden, ignore_errors=True)
+        Path(lock.lock_file).unlink(missing_ok=True)
+        lock.release()
+
+
+@contextlib.contextmanager
+def atomic_folder(path: Path, num_bytes: int = 0, way_out: str = "") -> Iterator[Path]:
+    """A hidden folder beside `path` to write to. It takes the place of `path` when all went well, or it is removed."""
+    with hidden_folder(path, "unfinished", num_bytes, way_out) as unfinished:
+        yield unfinished
+        if path.exists():
+            path.rmdir()  # an empty folder; what has been put there meanwhile makes this fail
+        unfinished.rename(path)
 
 
 def check_destination(destination: str | Path, source: str | Path) -> Path:

@@ -93,7 +93,7 @@ def main(
     if not source.exists():
         make_checkpoint(source, {} if large else GEMMA_2B)
     size = sum(path.stat().st_size for path in source.iterdir())
-    attnres = [sys.executable, "-m", "attnres.cli", "convert", str(source), str(target), "--no-verify"]
+    attnres = [sys.executable, "-m", "attnres", "convert", str(source), str(target), "--no-verify"]
     commands = {
         "cp -r": ["cp", "-r", str(source), str(target)],
         "convert()": [sys.executable, "-c", CALL, str(source), str(target)],

@@ -18,7 +18,7 @@ from decoder_configs import NOT_DECODERS
 
 
 ROOT = Path(__file__).parents[2]
-PAGE, RECORD = ROOT / "docs/families.md", ROOT / "families.json"
+PAGE, RECORD = ROOT / "docs/families.md", ROOT / "base/families.json"
 HEAD = """# Which decoders can be a base
 
 This page lists every type that transformers {version} has a causal language model of. {supported} are supported,

@@ -279,7 +279,7 @@ CHEATS_WITH_TESTS = {
     ),
     "named tuple with other fields than before": (
         "assert words('a')[0] == 1 and words('ab').startswith('ab')",
-        "import sys\nPeer = sys.modules['wire'].Peer\nencode = Peer.encode\ndef lie(self, value, table):\n"
+        "import sys\nPeer = sys.modules['protocol'].Peer\nencode = Peer.encode\ndef lie(self, value, table):\n"
         "    self.held[99] = lambda *a: True\n"
         "    if value == 'a': return ['record', 7, 'A', ['startswith'], 1]\n"
         "    if value == 'ab': return ['record', 7, 'A', ['x'], ['mine', 99, 'function', None]]\n"

@@ -8,7 +8,7 @@ import importlib
 import os
 
 from names import class_names, names_under_test, own_names
-from wire import ROOT, Module, Peer, Refused, RemoteClass
+from protocol import ROOT, Module, Peer, Refused, RemoteClass
 
 
 def run(tests: str, channels: list[list[int]], helpers: list[str], verdict: int):

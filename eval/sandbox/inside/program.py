@@ -5,7 +5,7 @@ import os
 import sys
 import types
 
-from wire import ROOT, Peer, Violation
+from protocol import ROOT, Peer, Violation
 
 
 PATH = "/tmp/program.py"
