@@ -2,14 +2,19 @@
 """AttnRes configuration: that of a base, any decoder of transformers, and the fields of depth attention."""
 
 import copy
+import math
+import os
+import shutil
+from collections.abc import Callable
 from dataclasses import fields
+from functools import partial
 from typing import Any
 
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
+from transformers.dynamic_module_utils import get_relative_import_files
 from transformers.utils import auto_docstring
 
-from .attn_res_fields import READS, check_fields_first, check_read, is_count
 from .base.config import (
     MIRRORED_ATTRIBUTES,
     adopt_base_dict,
@@ -24,6 +29,76 @@ from .base.config import (
     rename_architectures,
     type_with_article,
 )
+from .depth.choices import READS
+
+
+# What a checkpoint that carries its code tells the Auto classes
+REMOTE_CODE_AUTO_MAP = {
+    "AutoConfig": "configuration_attnres.AttnResConfig",
+    "AutoModel": "modeling_attnres.AttnResModel",
+    "AutoModelForCausalLM": "modeling_attnres.AttnResForCausalLM",
+    "AutoModelForQuestionAnswering": "modeling_attnres.AttnResForQuestionAnswering",
+    "AutoModelForSequenceClassification": "modeling_attnres.AttnResForSequenceClassification",
+    "AutoModelForTokenClassification": "modeling_attnres.AttnResForTokenClassification",
+}
+
+
+def is_count(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+def _is_one_of(choices: tuple[str, ...], value: Any) -> bool:
+    return isinstance(value, str) and value in choices
+
+
+# Of each field a check of its value, and the allowed values in words
+_FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "attn_res_block_size": (is_count, "a number of sublayers >= 1 (1 is Full AttnRes), an int"),
+    "attn_res_norm_eps": (lambda x: isinstance(x, float) and 0 <= x < math.inf, "a float >= 0, and finite"),
+    "attn_res_scale_norm_eps": (lambda x: isinstance(x, bool), "True or False"),
+    "attn_res_sublayers": (
+        lambda x: x is None or isinstance(x, list) and all(map(is_count, x)),
+        "None, or a list of ints >= 1, one of each layer",
+    ),
+    "attn_res_num_heads": (is_count, "a number of heads >= 1 that divides `hidden_size`, an int"),
+    "attn_res_query_rank": (lambda x: x is None or is_count(x), "None, or a rank >= 1, an int"),
+    **{name: (partial(_is_one_of, of), f"one of {', '.join(of)}") for name, of in READS.items()},
+}
+
+
+def _check_field(name: str, value: Any):
+    if name == "base_model_type":
+        check_base_model_type(value)
+    elif name in _FIELDS and not _FIELDS[name][0](value):
+        raise ValueError(f"`{name}={value!r}` must be {_FIELDS[name][1]}.")
+
+
+def check_read(config: PreTrainedConfig):
+    """Raise a `ValueError` for fields of the read over depth that contradict each other."""
+    heads, rank = config.attn_res_num_heads, config.attn_res_query_rank
+    if heads > 1 and config.hidden_size % heads:
+        raise ValueError(f"`attn_res_num_heads={heads}` must divide `hidden_size={config.hidden_size}`.")
+    if rank is not None and config.attn_res_query == "learned":
+        raise ValueError(
+            f"`attn_res_query_rank={rank}` is of a projection, and `attn_res_query='learned'` has none: leave it out,"
+            " or take 'input' or 'hybrid'."
+        )
+    if rank is not None and rank > config.hidden_size:
+        raise ValueError(
+            f"`attn_res_query_rank={rank}` must be at most `hidden_size={config.hidden_size}`; None is a whole matrix."
+        )
+
+
+def check_fields_first(config_class: Any) -> Any:
+    """Check our fields before `@strict` does: it names only the type, and these errors name the allowed values."""
+    strict_setattr = config_class.__setattr__
+
+    def __setattr__(self, name: str, value: Any):
+        _check_field(name, value)
+        strict_setattr(self, name, value)
+
+    config_class.__setattr__ = __setattr__
+    return config_class
 
 
 @auto_docstring(checkpoint="attnres")
@@ -255,6 +330,23 @@ class AttnResConfig(PreTrainedConfig):
                 setattr(config, name, value)
         return result
 
+    def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
+        """As in transformers. A config that names its code takes it along, and so does one of a registered class."""
+        config_class = type(self)
+        registered = vars(config_class).get("_auto_class")
+        if not (self.auto_map or registered):
+            return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
+        self.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+        config_class._auto_class = None  # transformers copies from one flat folder, which the package is not
+        try:
+            super().save_pretrained(save_directory, **kwargs)
+        finally:
+            config_class._auto_class = registered
+        _write_code(save_directory)
+        if push_to_hub:
+            repo_id = kwargs.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
+            self.push_to_hub(repo_id, **kwargs)
+
     def _remove_keys_not_serialized(self, d: dict[str, Any]):
         for name in MIRRORED_ATTRIBUTES:
             d.pop(name, None)
@@ -266,6 +358,19 @@ class AttnResConfig(PreTrainedConfig):
             if d.get(name) == getattr(type(self), name):
                 d.pop(name)
         super()._remove_keys_not_serialized(d)
+
+
+def _write_code(folder: str | os.PathLike):
+    """Write the code of the model into the folder of a checkpoint; code that has come with one stays as it is."""
+    if not __name__.startswith("transformers_modules."):
+        try:  # transformers wants to find every package that is imported elsewhere
+            from attnres.checkpoints.remote_code import write_code
+        except ImportError:
+            raise
+        write_code(folder)
+        return
+    for path in (__file__, *get_relative_import_files(__file__)):
+        shutil.copy(path, folder)
 
 
 __all__ = ["AttnResConfig"]

@@ -13,11 +13,16 @@ both, an `AttnResForCausalLM` and the base's `ForCausalLM`. Four places differ f
   (`with_depth_attentions`).
 """
 
+import contextvars
 import functools
-from collections.abc import Sequence
+import inspect
+import re
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import torch
 from torch import nn
+from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, GenerationMixin
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -25,24 +30,98 @@ from transformers.modeling_layers import (
 )
 from transformers.modeling_utils import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-from transformers.utils import ModelOutput
+from transformers.utils import ModelOutput, logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .base.classes import BaseConversions, DepthReader, class_by_name, new_of_both, of_both
 from .base.config import base_config_class, check_base_model_type, decoder_class
-from .base.forward import HANDED, kv_cache_among, with_depth_attentions
+from .base.forward import HANDED, depth_output_class, kv_cache_among, with_depth_attentions
 from .base.library_lookups import typed_as_base
 from .base.probe import decoder_layers
 from .base.slices import AttnResSliceMixin, carry_streams, rules_of_stage
-from .configuration_attnres import AttnResConfig
+from .configuration_attnres import REMOTE_CODE_AUTO_MAP, AttnResConfig
 from .depth.backends import uses_definition
 from .depth.queries import AttnResDepthQueries, fold_queries
 from .depth.stream import DepthRecorder, DepthStream, checkpoint_stream
-from .generation_attnres import AttnResGenerationMixin
-from .saving_attnres import AttnResSavingMixin
 
 
+logger = logging.get_logger(__name__)
 __getattr__ = functools.partial(class_by_name, globals())
+
+# The weights of each step of the generation that runs in this thread; `None` if they are not wanted
+_DEPTH_ATTENTIONS_OF_STEPS = contextvars.ContextVar("depth_attentions_of_steps", default=None)
+
+
+class AttnResSavingMixin:
+    """Saving and pushing with the code of the model, and adapters that are checked as they are loaded."""
+
+    def save_pretrained(self, *args, **kwargs):
+        """As in transformers. A model from a folder that carries its code is saved with the code.
+
+        Raises:
+            ValueError: for a stage of `DistributedConfig(pp_size=...)`, which has a part of the weights.
+        """
+        if hasattr(self, "_pp_stage"):
+            raise ValueError(
+                "A stage of `pp_size` processes has a part of the layers, and the files would hold no others. Load the"
+                " model without `pp_size` to save it."
+            )
+        # A merged adapter leaves a buffer with its block size, which the config of a model states already
+        self._keys_to_ignore_on_save |= {
+            name for name, _ in self.named_buffers() if name.endswith("depth_queries.trained_block_size")
+        }
+        if not self.is_remote_code() and not getattr(self.config, "auto_map", None):
+            return super().save_pretrained(*args, **kwargs)
+        # transformers would list the class that is saved and no other. The code goes with the config
+        self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+        model_class = type(self)
+        own = vars(model_class).get("_auto_class")
+        model_class._auto_class = None
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            if own is None:  # so that it has again what the public class has
+                del model_class._auto_class
+            else:
+                model_class._auto_class = own
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        # In front of the report of transformers, which says of which shapes tensors are, and not why
+        reason = reason_against_weights(model, loading_info)
+        if reason is not None and not load_config.ignore_mismatched_sizes:
+            raise ValueError(f"`{load_config.pretrained_model_name_or_path}` {reason}")
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+
+    def push_to_hub(self, repo_id: str, **kwargs) -> str:
+        """As in transformers. The code goes along, so that the model loads where `attnres` is not installed."""
+        model_class = type(self)
+        if model_class.is_remote_code():
+            return super().push_to_hub(repo_id, **kwargs)
+        try:
+            from attnres.model_cards.card import push_card_if_missing
+        except ImportError:  # this code has come with a checkpoint, and the package is not installed
+            pass
+        else:
+            push_card_if_missing(self, repo_id, private=kwargs.get("private"), token=kwargs.get("token"))
+        auto_map = self.config.auto_map
+        self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+        try:
+            return super().push_to_hub(repo_id, **kwargs)
+        finally:
+            self.config.auto_map = auto_map or {}
+
+    def load_adapter(self, *args, **kwargs):
+        before = set(getattr(self, "peft_config", {}))
+        loading_info = super().load_adapter(*args, **kwargs)
+        try:  # here, as transformers sets tensors by itself
+            for module in self.modules():
+                if isinstance(module, AttnResDepthQueries):
+                    module.check_trained_for(getattr(module, "trained_block_size", None))
+        except ValueError:
+            self.delete_adapter(list(set(self.peft_config) - before))
+            raise
+        return loading_info
 
 
 # Documented by its base, as those below. trf-ignore: TRF057
@@ -281,6 +360,94 @@ def _describe(stream) -> str:
     return f"the stream at site {stream.site}" if isinstance(stream, DepthStream) else f"a {type(stream).__name__}"
 
 
+class AttnResGenerationMixin(GenerationMixin):
+    """Generation with `output_depth_attentions`, and `generate_batch` that refuses what would stop all requests."""
+
+    @functools.wraps(GenerationMixin.generate)
+    def generate(self, *args, **kwargs):
+        wanted = kwargs.pop("output_depth_attentions", getattr(self.config, "output_depth_attentions", False))
+        if wanted:
+            self.check_depth_attentions_of_generation(*args, **kwargs)
+        # Set even if they are not wanted: this model may be the assistant of one whose weights are
+        token = _DEPTH_ATTENTIONS_OF_STEPS.set([] if wanted else None)
+        try:
+            outputs = super().generate(*args, **kwargs)
+            steps = _DEPTH_ATTENTIONS_OF_STEPS.get()
+        finally:
+            _DEPTH_ATTENTIONS_OF_STEPS.reset(token)
+        if not isinstance(outputs, (GenerateDecoderOnlyOutput, GenerateBeamDecoderOnlyOutput)) or not wanted:
+            return outputs
+        return depth_output_class(type(outputs))(**outputs, depth_attentions=tuple(steps))
+
+    @functools.wraps(GenerationMixin.generate_batch)
+    def generate_batch(self, inputs, *args, **kwargs):
+        return super().generate_batch(self.check_requests(inputs), *args, **kwargs)
+
+    def check_requests(self, inputs: Sequence[Sequence[int]]) -> list[list[int]]:
+        """The prompts as lists; a `ValueError` for one that would take down the thread that generates all of them."""
+        if isinstance(inputs, str) or not isinstance(inputs, Sequence):
+            raise ValueError(f"`inputs` must be a list of prompts, each a list of token ids, not {inputs!r}.")
+        prompts = []
+        for index, prompt in enumerate(inputs):
+            prompt = prompt.tolist() if isinstance(prompt, torch.Tensor) else prompt
+            if isinstance(prompt, str) or not isinstance(prompt, Sequence):
+                raise ValueError(f"`inputs[{index}]={prompt!r}` must be a list of token ids.")
+            if not prompt:
+                raise ValueError(f"`inputs[{index}]` is empty: a prompt needs at least one token.")
+            for token in prompt:
+                if isinstance(token, bool) or not isinstance(token, int):
+                    raise ValueError(f"`inputs[{index}]` has {token!r} among its token ids, which must be ints.")
+                if not 0 <= token < self.config.vocab_size:
+                    last = self.config.vocab_size - 1
+                    raise ValueError(f"`inputs[{index}]` has the token id {token}; this model's go from 0 to {last}.")
+            prompts.append(list(prompt))
+        return prompts
+
+    def check_depth_attentions_of_generation(self, inputs=None, generation_config=None, *args, **kwargs):
+        """Raise a `ValueError` if a token would have no weights or several; warn if they would not be returned."""
+        generation_config = generation_config or self.generation_config
+
+        def option(name: str):
+            value = kwargs.get(name)
+            return getattr(generation_config, name, None) if value is None else value
+
+        for name in ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "prefill_chunk_size"):
+            if option(name) is not None:
+                raise ValueError(
+                    f"`output_depth_attentions=True` cannot be combined with `{name}`, which runs the model on several"
+                    " tokens at a time: generate without one of them, or run the model on what was generated."
+                )
+        if not option("return_dict_in_generate"):
+            logger.warning(
+                "`output_depth_attentions=True` does nothing in `generate` without `return_dict_in_generate=True`."
+            )
+
+    def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
+        steps = _DEPTH_ATTENTIONS_OF_STEPS.get()
+        if steps is not None:
+            steps.append(outputs.depth_attentions)
+        return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
+
+    @classmethod
+    def _supports_default_dynamic_cache(cls) -> bool:
+        base: Any = getattr(cls, "base_class", super())
+        return base._supports_default_dynamic_cache()  # which looks at the name
+
+    def _prepare_cache_for_generation(self, generation_config, model_kwargs, *args, **kwargs):
+        super()._prepare_cache_for_generation(generation_config, model_kwargs, *args, **kwargs)
+        # transformers tells by the name of a class what its forward calls the cache
+        names = inspect.signature(self.forward).parameters
+        if "cache_params" in names and "past_key_values" not in names and "past_key_values" in model_kwargs:
+            model_kwargs.setdefault("cache_params", model_kwargs.pop("past_key_values"))
+
+    @functools.wraps(GenerationMixin.prepare_inputs_for_generation)  # `generate` looks at the names of the arguments
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        model_inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        if _DEPTH_ATTENTIONS_OF_STEPS.get() is not None:
+            model_inputs["output_depth_attentions"] = True
+        return model_inputs
+
+
 # trf-ignore: TRF057
 class AttnResForCausalLM(AttnResPreTrainedModel, AttnResGenerationMixin):
     """The base's causal language model, with reads over depth.
@@ -341,6 +508,55 @@ class AttnResForQuestionAnswering(GenericForQuestionAnswering, AttnResPreTrained
 
     def set_input_embeddings(self, value):
         self.base_model.set_input_embeddings(value)
+
+
+def reason_against_weights(model, loading_info) -> str | None:
+    """Why weights with depth queries are not those of a model, because of the number of layers; `None` if they may be.
+
+    Args:
+        loading_info: what transformers has found in the files.
+    """
+    num_layers = model.trunk.config.num_hidden_layers
+    for name, found, expected in loading_info.mismatched_keys:
+        if name.endswith("depth_queries.query") and found[:1] != expected[:1]:
+            return (
+                f"has {found[0]} reads over depth, and with `num_hidden_layers={num_layers}` there are {expected[0]}:"
+                " layers cannot be left out or added while a model is loaded. Do that with its base (`attnres revert`)"
+                " and convert the base, or start with queries of zero by `ignore_mismatched_sizes=True`."
+            )
+    if any(name.endswith("depth_queries.query") for name in loading_info.missing_keys):  # a base, which may be cut
+        return None
+    layers = decoder_layers(model.trunk)
+    prefix = next(f"{name}." for name, module in model.named_modules() if module is layers)
+    names = [*model.state_dict(), *loading_info.unexpected_keys]
+    depth = depth_of_weights([name for name in names if name.startswith(prefix)], num_layers)
+    if depth == num_layers:
+        return None
+    return (
+        f"has {depth} layers, of which `num_hidden_layers={num_layers}` in its config.json would leave out the last."
+        " Where layers of several models were put together, do that with their bases (`attnres revert`), give the"
+        f" result `num_hidden_layers={depth}`, and convert it."
+    )
+
+
+def depth_of_weights(names: Iterable[str], num_layers: int) -> int:
+    """How many layers there are names of tensors for, further ones that are of another kind left out.
+
+    Those that predict further tokens, behind the last one, have tensors that no other layer has.
+
+    Args:
+        num_layers: of the model.
+    """
+    groups: dict[str, dict[int, set[str]]] = {}
+    for name in names:
+        match = re.match(r"(.*?\.)(\d+)\.(.*)", name)
+        if match is not None:
+            groups.setdefault(match[1], {}).setdefault(int(match[2]), set()).add(match[3])
+    # Of several lists of layers that are long enough, those of an encoder of images lie deeper
+    fitting = [prefix for prefix, parts in groups.items() if num_layers - 1 in parts]
+    parts = groups[min(fitting, key=lambda prefix: prefix.count("."))] if fitting else {}
+    known = set().union(*(found for number, found in parts.items() if number < num_layers))
+    return max([num_layers, *(number + 1 for number, found in parts.items() if found <= known)])
 
 
 __all__ = [

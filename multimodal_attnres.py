@@ -22,8 +22,7 @@ from transformers.models.auto.modeling_auto import (
 from .base.classes import class_by_name
 from .base.probe import RefusedBase
 from .configuration_attnres import AttnResConfig
-from .generation_attnres import AttnResGenerationMixin
-from .modeling_attnres import AttnResModel, AttnResPreTrainedModel
+from .modeling_attnres import AttnResGenerationMixin, AttnResModel, AttnResPreTrainedModel
 
 
 class AttnResMultimodalConfig(PreTrainedConfig):

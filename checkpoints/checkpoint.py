@@ -5,7 +5,7 @@ import contextlib
 import fnmatch
 import functools
 import re
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -40,6 +40,7 @@ from ..utils.untrusted import (
     check_inside,
     in_one_line,
     read_json,
+    read_text,
     refuse_pickle,
     stranger_errors_explained,
 )
@@ -102,8 +103,9 @@ class Checkpoint:
     """A folder with a config, safetensors weights that are whole, and what else belongs to a checkpoint.
 
     `name` is what the user called it, `commit` the revision it has on the Hub, `weight_map` the file of every tensor
-    and `companions` the other files that belong to it, relative to the folder. All others are in `left_behind`:
-    weights in other formats, and whatever `COMPANIONS` does not name, whole folders where nothing in them does.
+    and `companions` the other files that belong to it, relative to the folder, of which `code` is what its
+    `auto_map` needs. All others are in `left_behind`: weights in other formats, and whatever `COMPANIONS` does not
+    name, whole folders where nothing in them does.
     """
 
     name: str
@@ -112,6 +114,7 @@ class Checkpoint:
     config_dict: dict
     weight_map: dict[str, str]
     companions: tuple[str, ...]
+    code: tuple[str, ...]
     left_behind: tuple[str, ...]
 
     @functools.cached_property
@@ -261,7 +264,8 @@ def open_checkpoint(source: str | Path, revision: str | None = None, *, follow_l
     weight_map = _read_weight_map(folder, files, source)
     used = {"config.json", INDEX_NAME, *weight_map.values()}
     others = [name for name in files if name not in used]
-    companions = [name for name in others if is_companion(name)]
+    code = _code_of(folder, others, config_dict)
+    companions = [name for name in others if is_companion(name) or name in code]
     folders = {name.split("/")[0] for name in [*used, *companions] if "/" in name}
     left_behind = {
         name if "/" not in name or name.split("/")[0] in folders else name.split("/")[0] + "/"
@@ -274,8 +278,25 @@ def open_checkpoint(source: str | Path, revision: str | None = None, *, follow_l
         config_dict=config_dict,
         weight_map=weight_map,
         companions=tuple(companions),
+        code=tuple(sorted(code)),
         left_behind=tuple(sorted(left_behind)),
     )
+
+
+def _code_of(folder: Path, files: Sequence[str], config_dict: dict) -> set[str]:
+    """Which of the files in a folder are the code that its `auto_map` names, and what that code imports there."""
+    auto_map = config_dict.get("auto_map")
+    references = auto_map.values() if isinstance(auto_map, dict) else ()
+    waiting = [reference.split(".")[0] for reference in references if isinstance(reference, str)]
+    found: set[str] = set()
+    while waiting:
+        name = f"{waiting.pop()}.py"
+        if name in found or name not in files:
+            continue
+        found.add(name)
+        with contextlib.suppress(ValueError):  # not text, which whoever runs it will hear
+            waiting += re.findall(r"^\s*from\s+\.(\w+)\s+import", read_text(folder / name), re.MULTILINE)
+    return found
 
 
 def is_companion(name: str) -> bool:

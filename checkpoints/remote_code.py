@@ -15,15 +15,6 @@ from pathlib import Path
 from .. import __version__
 
 
-# What a checkpoint that carries its code tells the Auto classes
-AUTO_MAP = {
-    "AutoConfig": "configuration_attnres.AttnResConfig",
-    "AutoModel": "modeling_attnres.AttnResModel",
-    "AutoModelForCausalLM": "modeling_attnres.AttnResForCausalLM",
-    "AutoModelForQuestionAnswering": "modeling_attnres.AttnResForQuestionAnswering",
-    "AutoModelForSequenceClassification": "modeling_attnres.AttnResForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_attnres.AttnResForTokenClassification",
-}
 ENTRY = "modeling_attnres"
 # At the end of the config's file. transformers finds the files to copy by the text of imports, and would leave out the
 # model where a config is loaded and saved alone

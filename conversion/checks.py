@@ -17,10 +17,10 @@ from ..modeling_attnres import (
     AttnResForQuestionAnswering,
     AttnResForSequenceClassification,
     AttnResForTokenClassification,
+    depth_of_weights,
 )
 from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig, is_multimodal
 from ..multimodal_attnres import config_class_of as multimodal_config_class
-from ..saving_attnres import depth_of_weights
 from ..utils.untrusted import in_one_line
 from .running import quiet_loading
 

@@ -21,12 +21,11 @@ from ..checkpoints.checkpoint import (
 )
 from ..checkpoints.location import read_config_dict
 from ..checkpoints.reports import ConversionReport
-from ..configuration_attnres import AttnResConfig
+from ..configuration_attnres import REMOTE_CODE_AUTO_MAP, AttnResConfig
 from ..depth.queries import AttnResDepthQueries
 from ..depth.reads import Read
 from ..modeling_attnres import AttnResForCausalLM
 from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig
-from ..saving_attnres import REMOTE_CODE_AUTO_MAP
 from ..utils.files import check_destination, hidden_folder
 from ..utils.untrusted import read_json
 from .checks import (

@@ -26,7 +26,7 @@ from ..checkpoints.reports import ConversionReport, SourceWeights
 from ..configuration_attnres import AttnResConfig
 from ..data.text import read_sample
 from ..depth.reads import Read
-from ..model_cards.card import CODE_FILES, code_files, inherited_metadata, weights_of, write_model_card
+from ..model_cards.card import inherited_metadata, weights_of, write_model_card
 from ..utils.files import atomic_folder
 from .checks import check_tensors, depth_config, is_attnres
 from .parity import check_device, check_finite_weights, compare_with, read_windows, run_reference
@@ -128,14 +128,11 @@ def check_before_verifying(source: Checkpoint, verify_text: str | Path | None, d
 
 
 def write_config(config: PreTrainedConfig | dict, folder: Path):
-    """Write `config.json`, and the model code beside it if the config names classes there."""
+    """Write `config.json`, and beside it the code of the model if the config names it."""
     if isinstance(config, dict):
         (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
         return
     config.save_pretrained(folder)
-    if isinstance(config, AttnResConfig) and getattr(config, "auto_map", None):
-        for name, content in code_files().items():
-            (folder / name).write_bytes(content)
 
 
 def facts_of_source(source: Checkpoint) -> dict[str, Any]:
@@ -182,12 +179,14 @@ def cards_to_keep(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[s
     source, model code of an AttnRes checkpoint.
     """
     maps = (name for name in source.companions if name.startswith("depth/") and is_attnres(source))
-    names: dict[str, str | None] = dict.fromkeys(("README.md", BASE_CARD_NAME, BASE_CONFIG_NAME, *REPORT_NAMES, *maps))
+    code = source.code if is_attnres(source) else ()  # which goes along with the config, see `write_config`
+    stay = ("README.md", BASE_CARD_NAME, BASE_CONFIG_NAME, *REPORT_NAMES, *maps, *code)
+    names: dict[str, str | None] = dict.fromkeys(stay)
     if written_depth_config(config) is not None:
         if not is_attnres(source):
             return names | {"README.md": BASE_CARD_NAME}
         return names | {name: name for name in ("README.md", BASE_CARD_NAME, BASE_CONFIG_NAME)}
-    return names | {BASE_CARD_NAME: "README.md", **dict.fromkeys(CODE_FILES)}
+    return names | {BASE_CARD_NAME: "README.md"}
 
 
 def keep_tokenizer(source: Checkpoint, folder: Path) -> list[str]:

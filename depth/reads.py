@@ -30,9 +30,9 @@ from transformers.configuration_utils import PreTrainedConfig
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 
-from ..attn_res_fields import READS
 from .attention import BlockCache, by_head, inverse_rms, key_length, mix_and_norm, norm_of, source_scores
 from .backends import uses_definition
+from .choices import READS
 from .stream import DepthStream, register_stream
 
 

@@ -4,10 +4,8 @@
 `card.md.jinja` is the template. The cards of published checkpoints lie beside it.
 """
 
-import hashlib
 from collections import Counter
 from dataclasses import asdict
-from importlib import resources
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -21,9 +19,9 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
-from .. import __version__
 from ..checkpoints.checkpoint import REPORT_NAMES, ZERO_AT_FIRST, Checkpoint, open_checkpoint
 from ..checkpoints.fingerprint import checkpoint_fingerprint
+from ..checkpoints.remote_code import code_metadata
 from ..checkpoints.reports import SourceWeights, VerificationReport
 from ..configuration_attnres import AttnResConfig
 from ..depth.reads import Read
@@ -51,25 +49,6 @@ WEIGHTS_ENTRY = "attnres_source_weights"
 INHERITED = ("license", "license_name", "license_link", "language", WEIGHTS_ENTRY)
 # Of a table of `attnres eval`, which has some kilobytes
 MAX_TABLE_BYTES = 2**20
-# What a checkpoint that carries its code consists of, see `saving_attnres.REMOTE_CODE_AUTO_MAP`
-CODE_FILES = (
-    *("attn_res_fields.py", "base_classes.py", "base_config.py", "configuration_attnres.py", "depth_attention.py"),
-    *("depth_backends.py", "depth_forward.py", "depth_pipeline.py", "depth_probe.py", "depth_queries.py"),
-    *("depth_reads.py", "depth_stream.py", "generation_attnres.py", "library_lookups.py", "modeling_attnres.py"),
-    "saving_attnres.py",
-)
-
-
-def code_files() -> dict[str, bytes]:
-    """The model code that goes with a checkpoint onto the Hub, by file name."""
-    package = resources.files(__package__.rpartition(".")[0])
-    return {name: package.joinpath(name).read_bytes() for name in CODE_FILES}
-
-
-def code_metadata() -> dict[str, str]:
-    """Which code it is: the version of the package, and a hash over the files."""
-    digest = hashlib.sha256(b"".join(code_files().values())).hexdigest()
-    return {"attnres_version": __version__, "attnres_code_sha256": digest}
 
 
 def render_model_card(

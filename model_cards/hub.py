@@ -12,9 +12,9 @@ from huggingface_hub.utils import validate_repo_id
 
 from ..checkpoints.checkpoint import COMPANIONS, INDEX_NAME, Checkpoint, open_checkpoint, refuse_links_out
 from ..checkpoints.location import HTTPError
-from ..configuration_attnres import AttnResConfig
-from ..saving_attnres import REMOTE_CODE_AUTO_MAP
-from .card import code_files, code_metadata, model_card, read_metadata
+from ..checkpoints.remote_code import code_files, code_metadata
+from ..configuration_attnres import REMOTE_CODE_AUTO_MAP, AttnResConfig
+from .card import model_card, read_metadata
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,9 @@ def plan_push(folder: str | Path, repo_id: str) -> Push:
             f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one:"
             f" `attnres convert` makes one, `hf upload {repo_id} {folder}` uploads it as it is."
         )
-    own = {"config.json", *checkpoint.shards, *checkpoint.companions}
+    # Of code that came with it, maybe of another version, no file is to be beside the code of this one
+    before = set() if checkpoint.is_multimodal else set(checkpoint.code)
+    own = {"config.json", *checkpoint.shards, *checkpoint.companions} - before
     if (checkpoint.folder / INDEX_NAME).exists():
         own.add(INDEX_NAME)
     refuse_links_out(checkpoint, sorted(own | COMPANIONS.keys()))
@@ -55,7 +57,8 @@ def plan_push(folder: str | Path, repo_id: str) -> Push:
     if not checkpoint.is_multimodal:  # of which only the language model has code here
         config = {**checkpoint.config_dict, "auto_map": REMOTE_CODE_AUTO_MAP}
         files |= {"config.json": json.dumps(config, indent=2).encode() + b"\n", **code_files()}
-    return Push(checkpoint.title, files, checkpoint.left_behind)
+    left_out = {*checkpoint.left_behind, *(before - files.keys())}
+    return Push(checkpoint.title, files, tuple(sorted(left_out)))
 
 
 def push(folder: str | Path, repo_id: str, *, private: bool = False, token: str | None = None) -> CommitInfo:

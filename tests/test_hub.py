@@ -21,13 +21,14 @@ from transformers import AutoModelForCausalLM
 from transformers.dynamic_module_utils import get_relative_import_files
 
 from attnres import __version__, modeling_attnres
+from attnres.checkpoints.remote_code import code_files
 from attnres.conversion import convert, revert
 from attnres.data.text import read_sample, train_tokenizer
-from attnres.model_cards.card import CODE_FILES, write_model_card
+from attnres.model_cards.card import write_model_card
 from attnres.model_cards.hub import plan_push
 
 
-CODE = set(CODE_FILES)
+CODE = set(code_files())
 LOAD = """
 import torch, transformers
 repo_id, output = sys.argv[1:]

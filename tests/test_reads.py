@@ -17,12 +17,12 @@ from transformers import AutoModelForCausalLM, DynamicCache
 from typer.testing import CliRunner
 
 from attnres import AttnResConfig, AttnResForCausalLM, DepthRecorder, set_backend
-from attnres.attn_res_fields import READS
 from attnres.base.slices import stack_sources
 from attnres.cli import app
 from attnres.cli.convert import convert as convert_command
 from attnres.conversion import convert, revert
 from attnres.depth.attention import depth_attention_reference
+from attnres.depth.choices import READS
 from attnres.depth.reads import WEIGHTS, HeadScores, Read, TokenScores, read_by_definition, weights_by_definition
 
 

@@ -23,8 +23,8 @@ from trl import (
     SFTTrainer,
 )
 
+from attnres.configuration_attnres import REMOTE_CODE_AUTO_MAP
 from attnres.data.text import train_tokenizer
-from attnres.saving_attnres import REMOTE_CODE_AUTO_MAP
 from attnres.training import lora_config, queries_config
 
 

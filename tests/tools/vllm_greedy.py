@@ -65,8 +65,8 @@ def make(family: str, folder: Path, options: dict):
     from peft import LoraConfig, get_peft_model
     from tiny_models import randomize_queries
 
+    from attnres.configuration_attnres import REMOTE_CODE_AUTO_MAP
     from attnres.data.text import train_tokenizer
-    from attnres.saving_attnres import REMOTE_CODE_AUTO_MAP
 
     tokenizer = train_tokenizer([Path(os.__file__).read_text()], vocab_size=512)
     settings = {"vocab_size": len(tokenizer), "bos_token_id": 0, **SIZES, **SETTINGS.get(family, {})}
