@@ -6,10 +6,9 @@ Importing this package registers AttnRes with the Auto classes. torch and the mo
 
 import importlib
 import os
-import sys
 import warnings
 
-from .base.library_lookups import after_import, register_lookups
+from .registration import register
 
 
 __version__ = "0.2.0"
@@ -63,47 +62,5 @@ def _warn_of_files_of_others():
         warnings.warn(mixed_up(folder, found), RuntimeWarning, stacklevel=3)
 
 
-def _register_config(auto_module):
-    for model_type, class_name in {
-        "attnres": "AttnResConfig",
-        "attnres_multimodal": "AttnResMultimodalConfig",
-    }.items():
-        auto_module.CONFIG_MAPPING_NAMES[model_type] = class_name
-        auto_module.CONFIG_MAPPING._modules.setdefault(model_type, sys.modules[__name__])
-
-
-def _register_models(auto_module):
-    for task, model_type, class_name in (
-        ("", "attnres", "AttnResModel"),
-        ("_FOR_CAUSAL_LM", "attnres", "AttnResForCausalLM"),
-        ("_FOR_CAUSAL_LM", "attnres_multimodal", "AttnResForConditionalGeneration"),
-        ("_FOR_IMAGE_TEXT_TO_TEXT", "attnres_multimodal", "AttnResForConditionalGeneration"),
-        ("_FOR_MULTIMODAL_LM", "attnres_multimodal", "AttnResForConditionalGeneration"),
-        ("_FOR_QUESTION_ANSWERING", "attnres", "AttnResForQuestionAnswering"),
-        ("_FOR_SEQUENCE_CLASSIFICATION", "attnres", "AttnResForSequenceClassification"),
-        ("_FOR_TOKEN_CLASSIFICATION", "attnres", "AttnResForTokenClassification"),
-    ):
-        mapping = getattr(auto_module, f"MODEL{task}_MAPPING")
-        mapping._model_mapping[model_type] = class_name
-        mapping._reverse_config_mapping.update(AttnResConfig="attnres", AttnResMultimodalConfig="attnres_multimodal")
-        mapping._modules.setdefault(model_type, sys.modules[__name__])
-
-
-def _register_with_liger(monkey_patch):
-    from attnres.base.liger import apply_liger_kernel_to_attnres
-
-    monkey_patch.MODEL_TYPE_TO_APPLY_LIGER_FN.setdefault("attnres", apply_liger_kernel_to_attnres)
-
-
-# `AutoModel.register` takes classes, and importing what those need takes seconds. The mappings themselves go from name
-# to class when one is looked up, which is all that is wanted here. The first registration stays: pytest imports this
-# file a second time, under the name of its folder
-after_import(
-    {
-        "transformers.models.auto.configuration_auto": _register_config,
-        "transformers.models.auto.modeling_auto": _register_models,
-        "liger_kernel.transformers.monkey_patch": _register_with_liger,
-    }
-)
-register_lookups()
+register()
 _warn_of_files_of_others()

@@ -1,91 +1,54 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms of the package stand in one order, and no file imports from a room that is further down."""
+"""The house is as `docs/architecture.md` says: every file is in a room, and imports from the floors below alone."""
 
 import ast
-from collections.abc import Iterator
+import graphlib
 from pathlib import Path
 
 import pytest
+import rooms
 from mutations import MUTATIONS
+from rooms import EXCEPTIONS, FLOORS, PICTURE, ROOMS, ROOT, files, imported_modules, imported_rooms, picture, room_of
 
 
-ROOT = Path(__file__).parents[1]
-# A room is a folder, or a file beside `__init__.py`. Each may import those in front of it
-ROOMS = (
-    *("depth_backends", "depth_attention", "triton_kernels", "depth_stream", "base_config", "depth_probe"),
-    *("attn_res_fields", "configuration_attnres", "depth_reads", "depth_queries"),
-    *("library_lookups", "base_classes"),
-    *("depth_forward", "generation_attnres", "depth_pipeline", "saving_attnres", "modeling_attnres"),
-    "multimodal_attnres",
-    *("installation", "markup", "outputs", "untrusted", "runtime", "fingerprint", "sources", "rows"),
-    *("checkpoint", "reports", "families", "liger"),
-    *(
-        "eval",
-        "model_cards",
-        "hub",
-        "conversion",
-        "inspection",
-        "parallel",
-        "training",
-        "serving",
-        "demo",
-        "benchmarks",
-        "scaling",
-        "console",
-    ),
-    *("cli_checks", "cli_convert", "cli_measure", "cli", "__main__"),
-)
-# What is imported when it is first needed, by a file that is loaded before it
-UPWARD = {
-    ("depth_backends", "depth_attention"): "a backend is tried on the operator",
-    ("saving_attnres", "model_cards"): "`push_to_hub` writes a card where the package is installed",
-    ("cli", "__main__"): "`python -m attnres.cli` is the program as well",
-}
-FILES = sorted(
-    path.relative_to(ROOT)
-    for path in ROOT.rglob("*.py")
-    if path.relative_to(ROOT).parts[0] in ROOMS or path.parent == ROOT and path.stem in ROOMS
-)
+def rooms_not_below(file: Path, source: str) -> list[str]:
+    own = room_of(file)
+    found = imported_rooms(file, source)
+    return sorted(room for room in found if ROOMS[room] >= ROOMS[own] and (own, room) not in EXCEPTIONS)
 
 
-def is_for_type_checkers(node: ast.AST) -> bool:
-    return isinstance(node, ast.If) and isinstance(node.test, ast.Name) and node.test.id == "TYPE_CHECKING"
+@pytest.mark.parametrize("file", files(), ids=str)
+def test_arrows_go_down(file):
+    assert rooms_not_below(file, (ROOT / file).read_text(encoding="utf-8")) == []
 
 
-def nodes_that_run(tree: ast.AST) -> Iterator[ast.AST]:
-    """All nodes, those in functions included, without what only type checkers read."""
-    for node in ast.iter_child_nodes(tree):
-        if not is_for_type_checkers(node):
-            yield node
-            yield from nodes_that_run(node)
+def test_no_circles():
+    """Nor among the files of a room, whatever is imported when it is first needed included."""
+    sources = {rooms.module_of(file): (file, (ROOT / file).read_text(encoding="utf-8")) for file in files()}
+    imported = {
+        module: {name for name in imported_modules(file, source) if name in sources}
+        for module, (file, source) in sources.items()
+        if "sandbox/inside" not in file.as_posix()  # programs of their own
+    }
+    for own, room in EXCEPTIONS:
+        for module in [name for name in imported if name.split(".")[0] == own]:
+            imported[module] = {name for name in imported[module] if name.split(".")[0] != room}
+    graphlib.TopologicalSorter(imported).prepare()  # raises a `CycleError` that names one
 
 
-def imported_modules(file: Path, source: str) -> set[str]:
-    """Names of modules of the package, relative to it, such as `conversion.parity`."""
-    package = list(file.parts[:-1])
-    found = []
-    for node in nodes_that_run(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            found += [alias.name.split(".")[1:] for alias in node.names if alias.name.startswith("attnres.")]
-        elif isinstance(node, ast.ImportFrom) and (node.level or (node.module or "").split(".")[0] == "attnres"):
-            above = package[: len(package) - node.level + 1] if node.level else []
-            module = above + (node.module or "").split(".")[0 if node.level else 1 :]
-            module = [part for part in module if part]
-            # `from . import name` may name modules
-            found += [module] if module else [[alias.name] for alias in node.names]
-    return {".".join(module) for module in found if module}
+def test_every_file_is_in_a_room():
+    """And an exception that is no longer needed goes."""
+    at_root = {path.stem for path in ROOT.glob("*.py")} - {"__init__", *rooms.SHIMS}
+    folders = {path.parts[0] for path in rooms.python_files() if len(path.parts) > 1} - {"tests", "docs"}
+    assert at_root | folders == set(ROOMS)
+    assert len(list(ROOT.glob("*.py"))) <= 8
+    for own, room in EXCEPTIONS:
+        of_room = [file for file in files() if room_of(file) == own]
+        assert any(room in imported_rooms(file, (ROOT / file).read_text(encoding="utf-8")) for file in of_room)
 
 
-def rooms_imported_upward(file: Path, source: str) -> list[str]:
-    own = file.parts[0].removesuffix(".py")
-    rooms = {module.split(".")[0] for module in imported_modules(file, source)} & set(ROOMS)
-    below = [room for room in rooms if ROOMS.index(room) > ROOMS.index(own) and (own, room) not in UPWARD]
-    return sorted(below)
-
-
-@pytest.mark.parametrize("file", FILES, ids=str)
-def test_nothing_is_imported_upward(file):
-    assert rooms_imported_upward(file, (ROOT / file).read_text(encoding="utf-8")) == []
+def test_the_picture_is_true():
+    assert PICTURE.read_text(encoding="utf-8") == picture(), "run tests/tools/rooms.py"
 
 
 def test_every_mutation_can_be_made():
@@ -94,28 +57,47 @@ def test_every_mutation_can_be_made():
     assert {mutation: count for mutation, count in counts.items() if count != 1} == {}
 
 
-def test_every_file_is_in_a_room():
-    """And what may be imported upward is: an exception that is no longer needed goes."""
-    files = {path.stem for path in ROOT.glob("*.py")} - {"__init__"}
-    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")} - {"tests"}
-    assert files | folders == set(ROOMS)
-    for own, room in UPWARD:
-        source = (ROOT / f"{own}.py").read_text(encoding="utf-8")
-        assert room in imported_modules(Path(f"{own}.py"), source), f"{own} does not import {room} any more"
+def test_nothing_is_too_large():
+    """Classes of 25 methods, functions of 60 lines and 10 parameters. A command may have an option more."""
+    found = []
+    for file in files():
+        if room_of(file) == "studies":
+            continue
+        for node in ast.walk(ast.parse((ROOT / file).read_text(encoding="utf-8"))):
+            if isinstance(node, ast.ClassDef):
+                methods = [child for child in node.body if isinstance(child, ast.FunctionDef)]
+                if len(methods) > 25:
+                    found.append(f"{file}: class {node.name} has {len(methods)} methods")
+            elif isinstance(node, ast.FunctionDef):
+                arguments = node.args
+                parameters = [*arguments.posonlyargs, *arguments.args, *arguments.kwonlyargs]
+                parameters = [a for a in parameters if a.arg not in ("self", "cls")]
+                is_command = room_of(file) == "cli"
+                length = node.end_lineno - node.lineno + 1 - rooms.docstring_lines(node)
+                if length > 60 and not is_command:
+                    found.append(f"{file}: {node.name} has {length} lines")
+                if len(parameters) > 10 and not is_command and "jit" not in ast.dump(ast.Tuple(node.decorator_list)):
+                    found.append(f"{file}: {node.name} has {len(parameters)} parameters")
+    assert found == []
 
 
 @pytest.mark.parametrize(
     "file, source, found",
     [
-        ("conversion/a.py", "from ..training import data", ["training"]),
-        ("conversion/a.py", "def f():\n    from ..training.data import pack", ["training"]),
-        ("conversion/a.py", "import attnres.cli", ["cli"]),
-        ("conversion/inside/a.py", "from ...benchmarks.twin import bench", ["benchmarks"]),
-        ("hub.py", "from . import cli, outputs", ["cli"]),
-        ("hub.py", "from attnres.inspection import inspect", ["inspection"]),
-        ("hub.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .cli import app", []),
-        ("training/a.py", "from . import data\nfrom ..conversion import convert\nimport json", []),
+        ("eval/a.py", "from ..training import data", ["training"]),
+        ("eval/a.py", "def f():\n    from ..training.data import pack", ["training"]),
+        ("eval/a.py", "import attnres.cli", ["cli"]),
+        ("eval/inside/a.py", "from ...benchmarks.twin import bench", ["benchmarks"]),
+        ("registration.py", "from . import cli, utils", ["cli"]),
+        ("registration.py", "from attnres.inspection import inspect", ["inspection"]),
+        ("registration.py", "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from .cli import app", []),
+        ("training/a.py", "from . import data\nfrom ..eval import evaluate\nimport json", []),
+        ("training/a.py", "from studies.common import runs", ["studies"]),
     ],
 )
 def test_that_the_test_sees_imports(file, source, found):
-    assert rooms_imported_upward(Path(file), source) == found
+    assert rooms_not_below(Path(file), source) == found
+
+
+def test_floors_have_every_room_once():
+    assert len(ROOMS) == sum(map(len, FLOORS))
