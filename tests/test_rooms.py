@@ -8,7 +8,20 @@ from pathlib import Path
 import pytest
 import rooms
 from mutations import MUTATIONS
-from rooms import EXCEPTIONS, FLOORS, PICTURE, ROOMS, ROOT, files, imported_modules, imported_rooms, picture, room_of
+from rooms import (
+    EXCEPTIONS,
+    FLOORS,
+    PAGE,
+    PICTURE,
+    ROOMS,
+    ROOT,
+    files,
+    imported_modules,
+    imported_rooms,
+    page,
+    picture,
+    room_of,
+)
 
 
 def rooms_not_below(file: Path, source: str) -> list[str]:
@@ -47,8 +60,9 @@ def test_every_file_is_in_a_room():
         assert any(room in imported_rooms(file, (ROOT / file).read_text(encoding="utf-8")) for file in of_room)
 
 
-def test_the_picture_is_true():
+def test_picture_and_list_are_true():
     assert PICTURE.read_text(encoding="utf-8") == picture(), "run tests/tools/rooms.py"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run tests/tools/rooms.py"
 
 
 def test_every_mutation_can_be_made():

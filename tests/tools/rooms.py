@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The rooms of the package and their floors, and a picture of who imports whom.
+"""The rooms of the package and their floors: a picture of who imports whom, and a list of all files.
 
-    python tests/tools/rooms.py    # writes docs/rooms.svg
+    python tests/tools/rooms.py    # writes docs/rooms.svg, and the list into docs/architecture.md
 
 A room is a folder, or a file at the root. It may import rooms on the floors below its own, and nothing else.
 """
@@ -12,7 +12,9 @@ from pathlib import Path
 
 
 ROOT = Path(__file__).parents[2]
-PICTURE = ROOT / "docs/rooms.svg"
+PICTURE, PAGE = ROOT / "docs/rooms.svg", ROOT / "docs/architecture.md"
+# Around the list of files in the page
+START, END = "<!-- Made by tests/tools/rooms.py -->\n", "<!-- End -->\n"
 # From the lowest
 FLOORS = (
     ("depth", "utils"),
@@ -158,6 +160,39 @@ def picture() -> str:
     return "\n".join([*lines, "</svg>"]) + "\n"
 
 
+def first_line(file: Path) -> str:
+    """Of its docstring, which says what it is."""
+    return (ast.get_docstring(ast.parse((ROOT / file).read_text(encoding="utf-8"))) or "").split("\n")[0]
+
+
+def list_of_files() -> str:
+    """Every file of the package with its first line, room by room, from the lowest floor up. In Markdown."""
+    lines = []
+    for floor, of_floor in enumerate(FLOORS, start=1):
+        lines += [f"Floor {floor}", ""]
+        for room in of_floor:
+            if room == "studies":
+                lines.append("- `studies/`: What was found out about AttnRes models, a folder for each question.")
+                continue
+            inside = [file for file in files() if room_of(file) == room]
+            entries = {file: first_line(file) for file in inside}
+            if len(inside) == 1 and len(inside[0].parts) == 1:
+                lines.append(f"- `{inside[0]}`: {entries[inside[0]]}")
+                continue
+            own = Path(room, "__init__.py")
+            lines.append(f"- `{room}/`: {entries.pop(own)}")
+            lines += [f"    - `{file.relative_to(room).as_posix()}`: {text}" for file, text in entries.items()]
+        lines.append("")
+    return "\n".join(lines) + "\n"
+
+
+def page() -> str:
+    """The page with the list of today."""
+    before, _, rest = PAGE.read_text(encoding="utf-8").partition(START)
+    return f"{before}{START}\n{list_of_files()}{END}{rest.partition(END)[2]}"
+
+
 if __name__ == "__main__":
     PICTURE.write_text(picture(), encoding="utf-8")
-    print(f"Wrote {PICTURE.relative_to(ROOT)}")
+    PAGE.write_text(page(), encoding="utf-8")
+    print(f"Wrote {PICTURE.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}")
