@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The `attnres` program: all its commands with an example of each, and how it ends.
 
-The commands themselves are in `cli_convert.py`, in `cli_measure.py` and below; `console.py` has how they speak.
+The commands themselves are in `convert.py`, in `measure.py` and below; `console.py` has how they speak.
 """
 
 import enum
@@ -159,7 +159,7 @@ def env(as_json: Annotated[bool, json_option("attnres, python, platform, package
             for package, module in ENVIRONMENT.items()
             if packages[package] is not None and (error := _import_error(module))
         }
-        error = _import_error(f"{__package__}.depth_backends")
+        error = _import_error("attnres.depth.backends")
         found["reads"] = None
         if error is None:
             from ..depth.backends import describe

@@ -11,7 +11,6 @@ import os
 import tempfile
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -209,8 +208,7 @@ def evaluation_environment(data_root: str | Path | None, allow_code_execution: b
         for path in Path(data_root).absolute().iterdir() if data_root is not None else ():
             Path(folder, path.name).symlink_to(path)
         if allow_code_execution:
-            code_eval = resources.files(__package__).joinpath("sandbox", "code_eval")
-            Path(folder, "code_eval").symlink_to(Path(str(code_eval)))
+            Path(folder, "code_eval").symlink_to(Path(__file__).with_name("sandbox") / "code_eval")
         os.chdir(folder)
         if data_root is not None:
             datasets.config.HF_DATASETS_CACHE = str(Path(folder, ".cache"))

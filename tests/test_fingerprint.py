@@ -56,13 +56,14 @@ def test_every_byte_counts(checkpoint, memory, place):
     assert checkpoint_fingerprint(checkpoint) != before
 
 
-def test_what_is_remembered_is_read_from_memory(checkpoint, memory, monkeypatch):
+def test_what_is_remembered_is_read_from_memory(checkpoint, memory):
+    """What is computed is remembered anew, and what is recalled is not."""
     before = checkpoint_fingerprint(checkpoint)
-    hashed = []
-    monkeypatch.setattr(fingerprint, "_remember", lambda *args: hashed.append(args))
-    assert checkpoint_fingerprint(checkpoint) == before and not hashed
+    (entry,) = memory.iterdir()
+    written = entry.stat().st_mtime_ns
+    assert checkpoint_fingerprint(checkpoint) == before and entry.stat().st_mtime_ns == written
     os.utime(checkpoint / "model.safetensors")
-    assert checkpoint_fingerprint(checkpoint) == before and len(hashed) == 1
+    assert checkpoint_fingerprint(checkpoint) == before and entry.stat().st_mtime_ns > written
 
 
 @pytest.mark.parametrize("damage", [b"", b"{}", b"\xff\xfe", b'{"hash": "0", "state": {}}\n0\n', "truncate", "flip"])

@@ -303,30 +303,6 @@ def test_compiled_decoding(model, input_ids):
         UpToRounding(lambda: decode(model.forward), model=model).check(decode(compiled))
 
 
-def test_each_closed_block_is_normalised_once(model, input_ids, monkeypatch):
-    calls = {"key_length": 0, "read_closed": 0, "merge_partial": 0}
-
-    def counting(name, function):
-        def counted(*args, **kwargs):
-            calls[name] += 1
-            return function(*args, **kwargs)
-
-        return counted
-
-    # norms of sublayers measure lengths as well
-    monkeypatch.setattr(attnres.depth.attention, "rms_norm_parameters", lambda norm, dtype: None)
-    for name in calls:
-        monkeypatch.setattr(attnres.depth.attention, name, counting(name, getattr(attnres.depth.attention, name)))
-    generate(model, input_ids[:, :1])
-    num_sites, block_size, steps = model.config.num_sites, model.config.attn_res_block_size, 8
-    num_blocks = -(-num_sites // block_size)
-    # every site meets one tensor that was not there before: the block that closes, or the partial sum
-    assert calls["key_length"] == steps * num_sites
-    # but for the embedding, which is the mix of site 0
-    assert calls["read_closed"] == steps * (num_blocks - (block_size == 1))
-    assert calls["merge_partial"] == steps * (num_sites - num_blocks)
-
-
 @pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gpt_neox", "mamba"])
 def test_steps_of_a_generation_share_their_block_cache(model_type, input_ids, monkeypatch):
     """Whatever the KV cache is called: in models by version and base, in layers by base, of gpt2 without a name."""

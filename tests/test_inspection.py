@@ -420,18 +420,18 @@ def test_callback_logs_to_tensorboard(folder, tmp_path):
         (["{}/a", "{}/a", "{}/b"], "One checkpoint can be inspected, or two compared; these are 3"),
     ],
 )
-def test_bad_input(folder, tmp_path, arguments, message, monkeypatch):
+def test_bad_input(folder, tmp_path, arguments, message):
     arguments = [argument.format(folder) for argument in arguments]
-    monkeypatch.setattr("attnres.inspection.run._load", None)  # before a model is loaded
     result = CliRunner().invoke(app, ["inspect", *arguments, "-o", str(tmp_path / "out")])
     assert isinstance(result.exception, (ValueError, OSError)) and message in str(result.exception)
     assert not (tmp_path / "out").exists()
 
 
-def test_a_second_model_that_is_missing_is_told_before_the_first_is_read(folder, tmp_path, monkeypatch):
-    monkeypatch.setattr("attnres.inspection.run.checkpoint_fingerprint", None)
+def test_a_second_model_that_is_missing_is_told_before_the_first_is_read(folder, tmp_path):
+    shutil.copytree(folder / "a", tmp_path / "damaged")
+    (tmp_path / "damaged/model.safetensors").write_bytes(b"no weights")
     with pytest.raises(OSError, match="There is no folder `./nowhere`"):
-        inspect([str(folder / "a"), "./nowhere"], tmp_path / "out")
+        inspect([str(tmp_path / "damaged"), "./nowhere"], tmp_path / "out")
 
 
 @pytest.mark.one_in(2)
