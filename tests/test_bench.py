@@ -18,6 +18,7 @@ from attnres import BlockCache
 from attnres.benchmarks import twin
 from attnres.benchmarks.twin import SHAPES, TWIN, Case, load_twin, make_models, make_twin, report
 from attnres.cli import app
+from attnres.utils import timing
 from studies.costs import peers
 from studies.costs.long_context import block_cache_bytes
 
@@ -27,7 +28,7 @@ TELLS_PEAKS = os.access("/proc/self/clear_refs", os.W_OK)
 
 @pytest.fixture(autouse=True)
 def allocator_of_the_other_tests(monkeypatch):
-    monkeypatch.setattr(twin, "_mallopt", lambda *args: None)
+    monkeypatch.setattr(timing, "_mallopt", lambda *args: None)
 
 
 def test_bench(tmp_path):
@@ -61,7 +62,7 @@ def test_every_kind_of_base(model_type):
             call = twin.work(Case.parse(case), model, shared, "cpu", compiled=False)
             call()
             call()
-        assert twin.activation_bytes(model, 16, checkpointing=False) > 0, name
+        assert timing.activation_bytes(model, 16, checkpointing=False) > 0, name
 
 
 @pytest.mark.one_in(2)
@@ -89,15 +90,15 @@ def test_peak_memory():
     """Two tensors at once, and a third that stays from the first call on. The allocator is that of a whole process."""
     code = """
 import torch
-from attnres.benchmarks import twin
-twin.give_freed_memory_back()
+from attnres.utils import timing
+timing.give_freed_memory_back()
 kept = []
 def call():
     if not kept:
         kept.append(torch.ones(2**24))
     for _ in range(3):
         torch.ones(2**24) + 1
-print(twin.peak_bytes(call, "cpu"))
+print(timing.peak_bytes(call, "cpu"))
 """
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert abs(int(result.stdout) / 2**20 - 2 * 64) < 8

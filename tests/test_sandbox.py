@@ -534,7 +534,7 @@ for name in ("bubblewrap", "unshare"):
 @pytest.mark.skipif(os.geteuid() != 0, reason="the other tests run as an ordinary user already")
 def test_as_an_ordinary_user(tmp_path):
     """With both walls. What the user needs may lie in root's home, so it is shown to them elsewhere."""
-    shown = {"python": sys.base_prefix, "repository": Path(sandbox.__file__).parents[1]}
+    shown = {"python": sys.base_prefix, "repository": Path(sandbox.__file__).parents[2]}
     shown["packages"] = Path(psutil.__file__).parents[1]
     executable = Path(sys.executable).resolve().relative_to(sys.base_prefix)
     script = textwrap.dedent(
@@ -559,7 +559,7 @@ def test_ends_with_whoever_started_it(tmp_path):
     code = (
         "sandbox.available(); print('ready', flush=True); sandbox.run_program('while True: pass', 'assert True', 600)"
     )
-    root = str(Path(sandbox.__file__).parents[1])
+    root = str(Path(sandbox.__file__).parents[2])
     process = subprocess.Popen([sys.executable, "-c", ALONE + code, root], stdout=subprocess.PIPE, text=True)
     assert process.stdout.readline() == "ready\n"
     while len(children := psutil.Process(process.pid).children(recursive=True)) < 4:

@@ -12,7 +12,7 @@ from attnres.utils.files import write_file
 
 
 HERE = Path(__file__).parent
-RESULTS = HERE / "real"
+RESULTS = HERE
 STYLE = """
 body{font:16px/1.5 sans-serif;max-width:60rem;margin:2rem auto;padding:0 1rem}
 table{border-collapse:collapse;display:block;overflow-x:auto}
@@ -71,7 +71,7 @@ def render(
     }
     modes = steps["Retention"]["modes"] if "Retention" in steps else {}
     variants, speed = _speed(steps["Speed"]["dtypes"]) if "Speed" in steps else ([], [])
-    text = environment.from_string((HERE / "real.md.jinja").read_text(encoding="utf-8")).render(
+    text = environment.from_string((HERE / "page.md.jinja").read_text(encoding="utf-8")).render(
         title=results["settings"]["model"],
         settings=results["settings"],
         machine=results["machine"],
