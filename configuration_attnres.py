@@ -334,9 +334,9 @@ class AttnResConfig(PreTrainedConfig):
         """As in transformers. A config that names its code takes it along, and so does one of a registered class."""
         config_class = type(self)
         registered = vars(config_class).get("_auto_class")
-        if not (self.auto_map or registered):
+        if not (getattr(self, "auto_map", None) or registered):
             return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-        self.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+        self.auto_map: dict[str, str] = dict(REMOTE_CODE_AUTO_MAP)
         config_class._auto_class = None  # transformers copies from one flat folder, which the package is not
         try:
             super().save_pretrained(save_directory, **kwargs)

@@ -52,80 +52,8 @@ __getattr__ = functools.partial(class_by_name, globals())
 _DEPTH_ATTENTIONS_OF_STEPS = contextvars.ContextVar("depth_attentions_of_steps", default=None)
 
 
-class AttnResSavingMixin:
-    """Saving and pushing with the code of the model, and adapters that are checked as they are loaded."""
-
-    def save_pretrained(self, *args, **kwargs):
-        """As in transformers. A model from a folder that carries its code is saved with the code.
-
-        Raises:
-            ValueError: for a stage of `DistributedConfig(pp_size=...)`, which has a part of the weights.
-        """
-        if hasattr(self, "_pp_stage"):
-            raise ValueError(
-                "A stage of `pp_size` processes has a part of the layers, and the files would hold no others. Load the"
-                " model without `pp_size` to save it."
-            )
-        # A merged adapter leaves a buffer with its block size, which the config of a model states already
-        self._keys_to_ignore_on_save |= {
-            name for name, _ in self.named_buffers() if name.endswith("depth_queries.trained_block_size")
-        }
-        if not self.is_remote_code() and not getattr(self.config, "auto_map", None):
-            return super().save_pretrained(*args, **kwargs)
-        # transformers would list the class that is saved and no other. The code goes with the config
-        self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
-        model_class = type(self)
-        own = vars(model_class).get("_auto_class")
-        model_class._auto_class = None
-        try:
-            return super().save_pretrained(*args, **kwargs)
-        finally:
-            if own is None:  # so that it has again what the public class has
-                del model_class._auto_class
-            else:
-                model_class._auto_class = own
-
-    @staticmethod
-    def _finalize_model_loading(model, load_config, loading_info):
-        # In front of the report of transformers, which says of which shapes tensors are, and not why
-        reason = reason_against_weights(model, loading_info)
-        if reason is not None and not load_config.ignore_mismatched_sizes:
-            raise ValueError(f"`{load_config.pretrained_model_name_or_path}` {reason}")
-        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
-
-    def push_to_hub(self, repo_id: str, **kwargs) -> str:
-        """As in transformers. The code goes along, so that the model loads where `attnres` is not installed."""
-        model_class = type(self)
-        if model_class.is_remote_code():
-            return super().push_to_hub(repo_id, **kwargs)
-        try:
-            from attnres.model_cards.card import push_card_if_missing
-        except ImportError:  # this code has come with a checkpoint, and the package is not installed
-            pass
-        else:
-            push_card_if_missing(self, repo_id, private=kwargs.get("private"), token=kwargs.get("token"))
-        auto_map = self.config.auto_map
-        self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
-        try:
-            return super().push_to_hub(repo_id, **kwargs)
-        finally:
-            self.config.auto_map = auto_map or {}
-
-    def load_adapter(self, *args, **kwargs):
-        before = set(getattr(self, "peft_config", {}))
-        loading_info = super().load_adapter(*args, **kwargs)
-        try:  # here, as transformers sets tensors by itself
-            for module in self.modules():
-                if isinstance(module, AttnResDepthQueries):
-                    module.check_trained_for(getattr(module, "trained_block_size", None))
-        except ValueError:
-            self.delete_adapter(list(set(self.peft_config) - before))
-            raise
-        return loading_info
-
-
 # Documented by its base, as those below. trf-ignore: TRF057
-class AttnResPreTrainedModel(AttnResSavingMixin, PreTrainedModel):
+class AttnResPreTrainedModel(PreTrainedModel):
     config: AttnResConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -232,6 +160,74 @@ class AttnResPreTrainedModel(AttnResSavingMixin, PreTrainedModel):
         if gradient_checkpointing_func is not None:
             kwargs["gradient_checkpointing_func"] = functools.partial(checkpoint_stream, gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, **kwargs)
+
+    def save_pretrained(self, *args, **kwargs):
+        """As in transformers. A model from a folder that carries its code is saved with the code.
+
+        Raises:
+            ValueError: for a stage of `DistributedConfig(pp_size=...)`, which has a part of the weights.
+        """
+        if hasattr(self, "_pp_stage"):
+            raise ValueError(
+                "A stage of `pp_size` processes has a part of the layers, and the files would hold no others. Load the"
+                " model without `pp_size` to save it."
+            )
+        # A merged adapter leaves a buffer with its block size, which the config of a model states already
+        self._keys_to_ignore_on_save |= {
+            name for name, _ in self.named_buffers() if name.endswith("depth_queries.trained_block_size")
+        }
+        if not self.is_remote_code() and not getattr(self.config, "auto_map", None):
+            return super().save_pretrained(*args, **kwargs)
+        # transformers would list the class that is saved and no other. The code goes with the config
+        self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+        model_class = type(self)
+        own = vars(model_class).get("_auto_class")
+        model_class._auto_class = None
+        try:
+            return super().save_pretrained(*args, **kwargs)
+        finally:
+            if own is None:  # so that it has again what the public class has
+                del model_class._auto_class
+            else:
+                model_class._auto_class = own
+
+    @staticmethod
+    def _finalize_model_loading(model, load_config, loading_info):
+        # In front of the report of transformers, which says of which shapes tensors are, and not why
+        reason = reason_against_weights(model, loading_info)
+        if reason is not None and not load_config.ignore_mismatched_sizes:
+            raise ValueError(f"`{load_config.pretrained_model_name_or_path}` {reason}")
+        return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
+
+    def push_to_hub(self, repo_id: str, **kwargs) -> str:
+        """As in transformers. The code goes along, so that the model loads where `attnres` is not installed."""
+        model_class = type(self)
+        if model_class.is_remote_code():
+            return super().push_to_hub(repo_id, **kwargs)
+        try:
+            from attnres.model_cards.card import push_card_if_missing
+        except ImportError:  # this code has come with a checkpoint, and the package is not installed
+            pass
+        else:
+            push_card_if_missing(self, repo_id, private=kwargs.get("private"), token=kwargs.get("token"))
+        auto_map = self.config.auto_map
+        self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+        try:
+            return super().push_to_hub(repo_id, **kwargs)
+        finally:
+            self.config.auto_map = auto_map or {}
+
+    def load_adapter(self, *args, **kwargs):
+        before = set(getattr(self, "peft_config", {}))
+        loading_info = super().load_adapter(*args, **kwargs)
+        try:  # here, as transformers sets tensors by itself
+            for module in self.modules():
+                if isinstance(module, AttnResDepthQueries):
+                    module.check_trained_for(getattr(module, "trained_block_size", None))
+        except ValueError:
+            self.delete_adapter(list(set(self.peft_config) - before))
+            raise
+        return loading_info
 
 
 # trf-ignore: TRF057

@@ -8,21 +8,17 @@ follow. Nothing else changes, so that line numbers in tracebacks are those of th
 import ast
 import functools
 import hashlib
-from importlib import resources
-from importlib.resources.abc import Traversable
+import os
 from pathlib import Path
 
 from .. import __version__
 
 
+PACKAGE = Path(__file__).parents[1]
 ENTRY = "modeling_attnres"
 # At the end of the config's file. transformers finds the files to copy by the text of imports, and would leave out the
 # model where a config is loaded and saved alone
 ALL_FILES = f"\n\nif False:\n    from .{ENTRY} import AttnResModel  # noqa: F401\n"
-
-
-def _file_of(package: Traversable, module: tuple[str, ...]) -> Traversable:
-    return package.joinpath(*module[:-1], f"{module[-1]}.py")
 
 
 def _imports(tree: ast.AST, module: tuple[str, ...]) -> dict[ast.ImportFrom, tuple[str, ...]]:
@@ -48,7 +44,7 @@ def _flattened(source: str, module: tuple[str, ...]) -> tuple[str, list[tuple[st
     imports = _imports(ast.parse(source), module)
     lines = source.splitlines(keepends=True)
     for node, target in imports.items():
-        named = "." * node.level + node.module
+        named = "." * node.level + str(node.module)
         line = lines[node.lineno - 1]
         lines[node.lineno - 1] = line.replace(f"from {named} import", f"from .{'_'.join(target)} import", 1)
     return "".join(lines), list(imports.values())
@@ -57,7 +53,6 @@ def _flattened(source: str, module: tuple[str, ...]) -> tuple[str, list[tuple[st
 @functools.cache
 def code_files() -> dict[str, bytes]:
     """The files, by name: the model's, and all that it imports of the package."""
-    package = resources.files(__package__.partition(".")[0])
     waiting: list[tuple[str, ...]] = [(ENTRY,)]
     files: dict[str, bytes] = {}
     while waiting:
@@ -65,7 +60,7 @@ def code_files() -> dict[str, bytes]:
         name = f"{'_'.join(module)}.py"
         if name in files:
             continue
-        source, imported = _flattened(_file_of(package, module).read_text(encoding="utf-8"), module)
+        source, imported = _flattened(PACKAGE.joinpath(*module).with_suffix(".py").read_text(encoding="utf-8"), module)
         files[name] = (source + ALL_FILES * (name == "configuration_attnres.py")).encode()
         waiting += imported
     return dict(sorted(files.items()))
@@ -77,7 +72,7 @@ def code_metadata() -> dict[str, str]:
     return {"attnres_version": __version__, "attnres_code_sha256": digest}
 
 
-def write_code(folder: str | Path):
+def write_code(folder: str | os.PathLike):
     """Write the files into the folder of a checkpoint."""
     for name, content in code_files().items():
         (Path(folder) / name).write_bytes(content)
