@@ -4,6 +4,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -125,6 +126,17 @@ def test_hybrids_are_not_packed(tmp_path, capsys):
         finetune(fields(tmp_path, tmp_path / "out", packing=True))
     finetune(fields(tmp_path, tmp_path / "out", max_steps=1))
     assert f"Rows are not packed: {reason}." in capsys.readouterr().out
+
+
+def test_the_data_is_read_once(folder, tmp_path, monkeypatch, capsys):
+    """Also where the loaded model turns out not to keep documents apart, and rows are made anew."""
+    module, read = sys.modules["attnres.training.finetune"], []
+    read_documents = module.read_documents
+    monkeypatch.setattr(module, "sees_other_documents", lambda model: "it is said")
+    monkeypatch.setattr(module, "read_documents", lambda *args, **kw: read.append(args) or read_documents(*args, **kw))
+    result = finetune(fields(folder, tmp_path / "out", max_steps=1))
+    assert len(read) == 1 and "Rows are not packed: it is said." in capsys.readouterr().out
+    assert result.losses == finetune(fields(folder, tmp_path / "apart", max_steps=1, packing=False)).losses
 
 
 @pytest.mark.slow
