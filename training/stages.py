@@ -30,7 +30,7 @@ from ..checkpoints.checkpoint import load_language_model
 from ..data.packed_rows import POSITION, collate
 from ..data.rows import IGNORED_LABEL
 from ..parallel import AttnResPipeline
-from ..parallel.pipeline import microbatches_needed, ranks_of_stages, spread
+from ..parallel.schedule import microbatches_needed, ranks_of_stages, spread
 from ..utils.files import write_file
 from .arguments import AttnResTrainingArguments, PretrainArguments
 from .checkpoints import MANIFEST, write_manifest
