@@ -18,6 +18,7 @@ from attnres import BlockCache
 from attnres.benchmarks import twin
 from attnres.benchmarks.twin import SHAPES, TWIN, Case, load_twin, make_models, make_twin, report
 from attnres.cli import app
+from attnres.utils import timing
 from studies.costs import peers
 from studies.costs.long_context import block_cache_bytes
 
@@ -27,7 +28,7 @@ TELLS_PEAKS = os.access("/proc/self/clear_refs", os.W_OK)
 
 @pytest.fixture(autouse=True)
 def allocator_of_the_other_tests(monkeypatch):
-    monkeypatch.setattr(twin, "_mallopt", lambda *args: None)
+    monkeypatch.setattr(timing, "_mallopt", lambda *args: None)
 
 
 def test_bench(tmp_path):

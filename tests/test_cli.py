@@ -209,9 +209,8 @@ def stand_in(result):
 
 def test_what_takes_long(base, tmp_path, monkeypatch, run_json, capsys):
     """Of training and measuring, JSON is on stdout alone, and what is printed meanwhile on stderr."""
-    from attnres import inspection, training
+    from attnres import eval, inspection, training
     from attnres.benchmarks import twin
-    from attnres.eval import evaluate as eval
 
     history = [{"step": 0, "eval_loss": 2.0}, {"step": 5, "eval_loss": 1.0}]
     tuned = training.FinetuneResult(tmp_path / "final", history, 7, None, [tmp_path / "loss.png"])

@@ -3,6 +3,7 @@
 
 import json
 import re
+import sys
 import time
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import pytest
 from benchmark_data import SCHEMAS, Answerer, tasks_without_data, write_data_root
 from lm_eval.tasks import TaskManager
 
-import attnres.eval.evaluate
+import attnres.eval
 from attnres.eval import EvalOptions, evaluate
 from attnres.eval.benchmarks import Benchmark, Unavailable, load_tasks
 from attnres.eval.code_answers import take_programs_from_chat
@@ -265,8 +266,8 @@ def test_scores(tasks, manager, tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "llama"}')
-    monkeypatch.setattr(attnres.eval, "task_manager", lambda include_path: manager)
-    monkeypatch.setattr(attnres.eval, "check_chat_template", lambda model: None)
+    monkeypatch.setattr(sys.modules[evaluate.__module__], "task_manager", lambda include_path: manager)
+    monkeypatch.setattr(sys.modules[evaluate.__module__], "check_chat_template", lambda model: None)
     arguments = {"tasks": names, "data_root": tmp_path / "data", "allow_code_execution": True}
     arguments |= {"make_model": lambda *_: Speaker(loaded), "options": EvalOptions(apply_chat_template=True)}
     results = evaluate([str(model)], tmp_path / "out", **arguments)

@@ -287,7 +287,7 @@ def make_adapter(arguments: FinetuneArguments, model_config: PreTrainedConfig) -
 
 
 def cannot_pack(model_config: PreTrainedConfig) -> str | None:
-    """Why documents in one row cannot be kept apart, as far as the config tells: `data.sees_other_documents`."""
+    """Why documents in one row cannot be kept apart, as far as the config tells: `sees_other_documents`."""
     base_model_type = getattr(model_config, "base_model_type", model_config.model_type)
     if MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]._is_stateful:
         return f"the layers of a {base_model_type} that carry a state would carry it from one document to the next"
