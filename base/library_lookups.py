@@ -75,6 +75,11 @@ def is_attnres(config: Any) -> bool:
     return is_named and isinstance(getattr(config, "base_model_type", None), str)
 
 
+def is_depth_query(name: str) -> bool:
+    """Whether a parameter of this name, in a model or an adapter, is one of the depth queries or their key norms."""
+    return ".depth_queries." in f".{name}"
+
+
 @contextlib.contextmanager
 def typed_as_base(*configs) -> Iterator[None]:
     """`config.model_type` is the base's meanwhile, and that of its `text_config`. Files keep the type of the class."""
@@ -142,7 +147,7 @@ def _load_adapter(load_adapter: Callable) -> Callable:
         left_out = sorted(result.unexpected_keys)
         is_ours = is_attnres(getattr(self, "config", None))
         if not is_ours:
-            left_out = [name for name in left_out if ".depth_queries." in name]
+            left_out = [name for name in left_out if is_depth_query(name)]
         elif self.peft_config[adapter_name].is_prompt_learning:
             left_out = []  # what belongs to no module is loaded in another way
         if left_out:

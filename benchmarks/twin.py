@@ -22,6 +22,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt  # noqa: E402
 import torch  # noqa: E402
+from matplotlib.figure import Figure  # noqa: E402
 from rich.progress import track  # noqa: E402
 from transformers import (  # noqa: E402
     AutoModelForCausalLM,
@@ -33,12 +34,13 @@ from transformers import (  # noqa: E402
 )
 from transformers.cache_utils import DynamicLayer  # noqa: E402
 
+from ..base.library_lookups import is_depth_query  # noqa: E402
 from ..configuration_attnres import AttnResConfig  # noqa: E402
-from ..depth.queries import AttnResDepthQueries
-from ..depth.reads import Read
-from ..utils.devices import is_dtype
-from ..utils.figures import write_figure
-from ..utils.files import write_file
+from ..depth.queries import AttnResDepthQueries  # noqa: E402
+from ..depth.reads import Read  # noqa: E402
+from ..utils.devices import check_device, is_dtype  # noqa: E402
+from ..utils.figures import write_figure  # noqa: E402
+from ..utils.files import write_file  # noqa: E402
 from ..utils.timing import (  # noqa: E402
     activation_bytes,
     alternate,
@@ -145,9 +147,7 @@ def load_twin(checkpoint: str, dtype: torch.dtype, device: str) -> torch.nn.Modu
     model = load_language_model(opened.folder, dtype=dtype, device_map=device).eval()
     if not isinstance(model.config, AttnResConfig):
         return model
-    weights = {
-        name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if "depth_queries" not in name
-    }
+    weights = {name: tensor for name, tensor in model.state_dict(keep_vars=True).items() if not is_depth_query(name)}
     twin = make_twin(model.config.to_base_config(), dtype, device)
     twin.load_state_dict(weights, assign=True)
     return twin
@@ -212,7 +212,7 @@ def work(
     generator = torch.Generator().manual_seed(0)
     ids = torch.randint(0, model.config.vocab_size, (case.batch, case.length), generator=generator).to(device)
     if case.kind == "train":
-        queries = [parameter for name, parameter in model.named_parameters() if "depth_queries" in name]
+        queries = [parameter for name, parameter in model.named_parameters() if is_depth_query(name)]
         optimizers = [shared, *([torch.optim.AdamW(queries, lr=1e-5)] if queries else [])]
 
         def step():
@@ -333,8 +333,7 @@ def check_request(
         parse_variant(variant)
     if not is_dtype(dtype):
         raise ValueError(f"`dtype={dtype!r}` is none of torch's.")
-    if device.startswith("cuda") and not torch.cuda.is_available():
-        raise ValueError(f"`device={device!r}`: torch finds no GPU.")
+    check_device(device)
 
 
 def measure_peaks(
@@ -434,9 +433,16 @@ def report(folder: Path) -> list[Path]:
     if not (folder / "bench.json").is_file():
         raise ValueError(f"`{folder}` holds no bench.json; `attnres bench` writes one.")
     results = json.loads((folder / "bench.json").read_text())
-    settings, machine_ = results["settings"], results["machine"]
-    records = [record for record in results["time"] if record["model"] != TWIN]
-    names = list(dict.fromkeys(record["model"] for record in records))
+    write_file(folder / "bench.md", table(results))
+    figure = plot([record for record in results["time"] if record["model"] != TWIN])
+    paths = write_figure(figure, folder / "bench")
+    plt.close(figure)
+    return [folder / "bench.md", *paths]
+
+
+def table(results: dict[str, Any]) -> str:
+    """The content of a `bench.json` as Markdown: a row for each case, a column for each model."""
+    names = list(dict.fromkeys(record["model"] for record in results["time"] if record["model"] != TWIN))
     lines = [f"| | twin | {' | '.join(names)} |", f"|---|---|{'---|' * len(names)}"]
     keys = list(dict.fromkeys((record["case"], record["mode"]) for record in results["time"]))
     for key in keys:
@@ -460,15 +466,22 @@ def report(folder: Path) -> list[Path]:
         label = "activations" + (" with gradient checkpointing" if checkpointing else "")
         cells = [f"**{of_kind[name]['ratio']:.2f}**" for name in names]
         lines.append(f"| {label} | {of_kind[TWIN]['bytes'] / 2**20:.0f} MiB | {' | '.join(cells)} |")
-    versions = ", ".join(f"{name} {version}" for name, version in machine_["versions"].items())
-    caption = (
-        f"Shape of {settings['shape']}, {settings['layers']} layers, {settings['dtype']}, {machine_['device']}"
-        f" ({machine_['processor']}, {machine_['threads']} threads), {settings['pairs']} alternating pairs; ratio of"
-        f" the fastest runs, then median and quartiles over the pairs. {versions}, commit {machine_['commit']},"
-        f" {machine_['date']}."
-    )
-    write_file(folder / "bench.md", "\n".join(lines) + f"\n\n{caption}\n")
+    return "\n".join(lines) + f"\n\n{caption(results['settings'], results['machine'])}\n"
 
+
+def caption(settings: dict[str, Any], measured_on: dict[str, Any]) -> str:
+    """What was measured, and on which machine."""
+    versions = ", ".join(f"{name} {version}" for name, version in measured_on["versions"].items())
+    return (
+        f"Shape of {settings['shape']}, {settings['layers']} layers, {settings['dtype']}, {measured_on['device']}"
+        f" ({measured_on['processor']}, {measured_on['threads']} threads), {settings['pairs']} alternating pairs;"
+        f" ratio of the fastest runs, then median and quartiles over the pairs. {versions}, commit"
+        f" {measured_on['commit']}, {measured_on['date']}."
+    )
+
+
+def plot(records: list[dict[str, Any]]) -> Figure:
+    """Ratios to the twin, case by case and model by model."""
     figure, axis = plt.subplots(figsize=(7, 0.5 + 0.32 * len(records)))
     labels = [f"{record['case']}, {record['mode']}: {record['model']}" for record in records]
     medians = [record["median_ratio"] for record in records]
@@ -485,6 +498,4 @@ def report(folder: Path) -> list[Path]:
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(alpha=0.25, axis="x")
     figure.tight_layout()
-    paths = write_figure(figure, folder / "bench")
-    plt.close(figure)
-    return [folder / "bench.md", *paths]
+    return figure

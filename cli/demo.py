@@ -326,11 +326,7 @@ def depth_weights(output: Path, held_out: list[str]):
 
 def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
     """See `attnres demo --help`."""
-    from .. import (  # noqa: F401 parts with extras; a missing one shows before work starts
-        eval,  # noqa: F401 parts with extras; a missing one shows before work starts
-        inspection,
-        training,
-    )
+    from .. import eval, inspection, training  # noqa: F401 parts with extras; a missing one shows before work starts
 
     if output.is_file():
         raise ValueError(f"`--output {output}` is a file; name a folder.")

@@ -222,14 +222,18 @@ def inspect(
     if as_json:
         print_json({"models": summaries}, wrote)
         return
-    for of_model in summaries:
-        console.print(
-            f"{of_model['model']}: {of_model['num_tokens']:,} tokens; entropy {of_model['relative_entropy']:.3f} of"
-            f" its maximum, weight of the newest source {of_model['newest_source_weight']:.3f}",
-            highlight=False,
-            markup=False,
-        )
+    for summary in summaries:
+        _say_summary(summary)
     say_written(wrote)
+
+
+def _say_summary(summary: dict[str, Any]):
+    console.print(
+        f"{summary['model']}: {summary['num_tokens']:,} tokens; entropy {summary['relative_entropy']:.3f} of"
+        f" its maximum, weight of the newest source {summary['newest_source_weight']:.3f}",
+        highlight=False,
+        markup=False,
+    )
 
 
 def _summary(model: dict[str, Any]) -> dict[str, Any]:
@@ -319,16 +323,16 @@ def scaling(
         need_packages("scaling")
         need_files([ladder])
         check_writable(output)
-        from ..training import scaling as room
+        from ..training.scaling import fit_ladder, plot_ladder, run_ladder
 
         results: dict[str, Any] = {}
         if ladder is not None:
-            wrote = room.run_ladder(ladder, output)
+            wrote = run_ladder(ladder, output)
         elif step == ScalingStep.fit:
-            results = room.fit_ladder(output)
+            results = fit_ladder(output)
             wrote = [output / "fit.json", output / "fit.md"]
         else:
-            wrote = room.plot_ladder(output)
+            wrote = plot_ladder(output)
     if as_json:
         print_json(results, wrote)
         return

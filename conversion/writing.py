@@ -29,7 +29,7 @@ from ..depth.reads import Read
 from ..model_cards.card import inherited_metadata, weights_of, write_model_card
 from ..utils.files import atomic_folder
 from .checks import check_tensors, depth_config, is_attnres
-from .parity import check_device, check_finite_weights, compare_with, read_windows, run_reference
+from .parity import check_device_map, check_finite_weights, compare_with, read_windows, run_reference
 from .running import quiet_loading
 from .weights import copy_companions, write_weights
 
@@ -123,7 +123,7 @@ def check_before_writing(source: Checkpoint, names: dict[str, str | None]):
 def check_before_verifying(source: Checkpoint, verify_text: str | Path | None, device: str):
     """Raise a `ValueError` for a text, a device or weights with which nothing can be compared."""
     read_windows(source, verify_text)
-    check_device(device)
+    check_device_map(device)
     check_finite_weights(source)
 
 

@@ -14,7 +14,7 @@ from lm_eval.tasks._yaml_loader import load_yaml
 from ..utils.untrusted import parse_yaml
 from .code_answers import NotForChat, take_programs_from_chat
 from .models import EvalOptions
-from .sandbox import cruxeval
+from .sandbox.cruxeval import put_into_sandbox
 
 
 # It says of tasks that read their data with a function how that could be given arguments
@@ -138,17 +138,17 @@ def load_tasks(benchmark: Benchmark, manager: TaskManager, in_chat: bool = False
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         kind = type(error).__name__
         if "gated" in text:
-            way_out = "accept its terms on the Hub, then `hf auth login`"
+            advice = "accept its terms on the Hub, then `hf auth login`"
         elif "script" in text:
-            way_out = "put its data as Parquet into a folder of its name and pass `--data-root`"
+            advice = "put its data as Parquet into a folder of its name and pass `--data-root`"
         elif kind in ("ConnectionError", "OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError"):
-            way_out = "fetch it where there is internet, or pass `--data-root`"
+            advice = "fetch it where there is internet, or pass `--data-root`"
         else:
-            way_out = "look at the data set, or pass `--data-root`"
-        raise Unavailable(f"{text} To mend it: {way_out}.") from error
+            advice = "look at the data set, or pass `--data-root`"
+        raise Unavailable(f"{text} To mend it: {advice}.") from error
     for task in tasks:
         if task.config.task.startswith("cruxeval"):
-            cruxeval.put_into_sandbox(task)
+            put_into_sandbox(task)
         if getattr(task, "UNSAFE_CODE", False) and not in_sandbox(task):
             raise Unavailable(f"`{task.config.task}` runs generated code by means of its own, outside of the sandbox.")
         if in_chat:

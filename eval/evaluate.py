@@ -1,16 +1,12 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of lm-eval on one or more models, paired, with the paper's table beside them.
-
-- `benchmarks.py`: suites and tasks; `models.py`: what is evaluated; `harness.py`: one on the other
-- `saved.py`: what that leaves, and whether it can be believed; `statistics.py`, `report.py`: tables and plots of it
-- `code_answers.py`, `cruxeval.py`, `sandbox.py`, `inside/`: generated code
-"""
+"""An evaluation from its arguments to its report: everything is checked, run or taken from before, and compared."""
 
 import contextlib
 import os
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +14,8 @@ from huggingface_hub import snapshot_download
 from lm_eval.tasks import TaskManager
 
 from ..checkpoints.fingerprint import folder_fingerprint
-from ..utils.devices import default_device, is_dtype, is_first_process, reason_against_device
-from . import report, sandbox
+from ..utils.devices import check_device, default_device, is_dtype, is_first_process
+from ..utils.keywords import keywords_as
 from .benchmarks import (
     Benchmark,
     Unavailable,
@@ -29,12 +25,11 @@ from .benchmarks import (
     task_manager,
     with_code_execution_marked,
 )
-from .harness import run, versions
-from .models import EvalModel, EvalOptions, check_chat_template, load_model
+from .harness import EvalSettings, run, versions
+from .models import EvalModel, EvalOptions, check_chat_template
+from .report import keep_what_is_not_ours, summarize, write
+from .sandbox import available
 from .saved import ModelResults, output_folder
-
-
-__all__ = ["Benchmark", "EvalModel", "EvalOptions", "evaluate", "load_suite", "prefetch"]
 
 
 def evaluate(
@@ -44,14 +39,7 @@ def evaluate(
     suite: str | Path | None = None,
     tasks: list[str] | None = None,
     options: EvalOptions | None = None,
-    device: str | None = None,
-    batch_size: int | str = 1,
-    data_root: str | Path | None = None,
-    include_path: str | Path | None = None,
-    allow_code_execution: bool = False,
-    keep_samples: bool = True,
-    command: str | None = None,
-    make_model: Callable = load_model,
+    **settings: Any,
 ) -> dict[str, Any]:
     """Evaluate models on a suite or on tasks of lm-eval, and compare all of them with the first one.
 
@@ -62,51 +50,38 @@ def evaluate(
         output: folder for samples, `results.json`, `table.md` and the plots.
         suite: `paper`, `core`, `chat`, `quick`, `offline` or a YAML file with rows like theirs.
         tasks: names of tasks of lm-eval, in place of a suite or beside it.
-        device: by default a GPU if there is one.
-        data_root: a folder with data sets in folders named like the Hub's; relative to it they are looked up first.
-        include_path: a folder with further tasks of lm-eval.
-        allow_code_execution: run benchmarks that execute generated code.
-        keep_samples: keep what the models answered, not only the scores.
-        command: what to record as the command of this run.
+        options: what decides scores, beside the models.
+        settings: the fields of [`EvalSettings`], such as `device` and `batch_size`.
 
     Returns:
         The content of `results.json`.
 
     Raises:
         ValueError, OSError: for what does not exist or contradicts itself, before any model is loaded.
+        TypeError: for a setting that there is not.
     """
+    run_with = keywords_as(EvalSettings, "evaluate", settings)
     models, options = described_models(models), options or EvalOptions()
     if suite is not None:
         load_suite(suite)  # whose mistakes are told before lm-eval's thousands of files are read
-    manager = task_manager(None if include_path is None else Path(include_path).absolute())
+    manager = task_manager(None if run_with.include_path is None else Path(run_with.include_path).absolute())
     benchmarks = benchmarks_to_run(suite, tasks, manager)
-    device = device or default_device()
-    check_options(options, device, data_root)
-    if allow_code_execution and any(benchmark.runs_code for benchmark in benchmarks):
-        sandbox.available()
+    run_with = replace(run_with, device=run_with.device or default_device())
+    check_options(options, run_with)
+    if run_with.allow_code_execution and any(benchmark.runs_code for benchmark in benchmarks):
+        available()
     models = [model.resolved() for model in models]
     check_chat_templates(models, options, benchmarks)
-    options = with_digests(options, data_root, include_path)
+    options = with_digests(options, run_with)
     with output_folder(output) as output:
         if is_first_process():
-            report.keep_what_is_not_ours(output)
+            keep_what_is_not_ours(output)
         saved = [ModelResults(output, model, options, versions()) for model in models]
-        with evaluation_environment(data_root, allow_code_execution):
-            finished, skipped = run(
-                saved,
-                benchmarks,
-                options=options,
-                manager=manager,
-                device=device,
-                batch_size=batch_size,
-                command=command,
-                keep_samples=keep_samples,
-                allow_code_execution=allow_code_execution,
-                make_model=make_model,
-            )
-        results = report.summarize(saved, benchmarks, finished, skipped, options)
+        with evaluation_environment(run_with.data_root, run_with.allow_code_execution):
+            finished, skipped = run(saved, benchmarks, manager, options, run_with)
+        results = summarize(saved, benchmarks, finished, skipped, options)
         if is_first_process():
-            report.write(results, output)
+            write(results, output)
     return results
 
 
@@ -136,17 +111,15 @@ def benchmarks_to_run(suite: str | Path | None, tasks: list[str] | None, manager
     return [with_code_execution_marked(benchmark, manager) for benchmark in benchmarks]
 
 
-def check_options(options: EvalOptions, device: str, data_root: str | Path | None):
+def check_options(options: EvalOptions, settings: EvalSettings):
     """Raise a `ValueError` for a folder, backend, dtype or device that does not exist."""
-    if data_root is not None and not Path(data_root).is_dir():
-        raise ValueError(f"`data_root={str(data_root)!r}` is no folder.")
+    if settings.data_root is not None and not Path(settings.data_root).is_dir():
+        raise ValueError(f"`data_root={str(settings.data_root)!r}` is no folder.")
     if options.backend not in ("hf", "vllm"):
         raise ValueError(f"`backend={options.backend!r}` is neither hf nor vllm.")
     if options.dtype != "auto" and not is_dtype(options.dtype):
         raise ValueError(f"`dtype={options.dtype!r}` is none of torch's; it is auto, float32, bfloat16 or the like.")
-    reason = reason_against_device(device)
-    if reason is not None:
-        raise ValueError(f"`device={device!r}` is not there: {reason}")
+    check_device(str(settings.device), "is not there")
 
 
 def check_chat_templates(models: list[EvalModel], options: EvalOptions, benchmarks: list[Benchmark]):
@@ -156,12 +129,12 @@ def check_chat_templates(models: list[EvalModel], options: EvalOptions, benchmar
             check_chat_template(model)
 
 
-def with_digests(options: EvalOptions, data_root: str | Path | None, include_path: str | Path | None) -> EvalOptions:
+def with_digests(options: EvalOptions, settings: EvalSettings) -> EvalOptions:
     """The options with what else decides scores: the bytes of the folders, and the number of processes."""
     return replace(
         options,
-        data_digest=None if data_root is None else folder_fingerprint(data_root),
-        tasks_digest=None if include_path is None else folder_fingerprint(include_path),
+        data_digest=None if settings.data_root is None else folder_fingerprint(settings.data_root),
+        tasks_digest=None if settings.include_path is None else folder_fingerprint(settings.include_path),
         processes=int(os.environ.get("WORLD_SIZE", "1")),
     )
 
@@ -208,7 +181,8 @@ def evaluation_environment(data_root: str | Path | None, allow_code_execution: b
         for path in Path(data_root).absolute().iterdir() if data_root is not None else ():
             Path(folder, path.name).symlink_to(path)
         if allow_code_execution:
-            Path(folder, "code_eval").symlink_to(Path(__file__).with_name("sandbox") / "code_eval")
+            code_eval = resources.files(__package__).joinpath("sandbox/code_eval")
+            Path(folder, "code_eval").symlink_to(Path(str(code_eval)))
         os.chdir(folder)
         if data_root is not None:
             datasets.config.HF_DATASETS_CACHE = str(Path(folder, ".cache"))

@@ -8,8 +8,9 @@ import math
 import os
 import platform
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from importlib import metadata
+from pathlib import Path
 from typing import Any
 
 import lm_eval
@@ -21,13 +22,38 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from transformers import set_seed
 
-from . import sandbox
 from .benchmarks import Benchmark, Unavailable, load_tasks, prepare_tasks
 from .models import EvalModel, EvalOptions, load_model
+from .sandbox import UNUSABLE
 from .saved import CachedLM, Finished, ModelResults
 
 
 VERSIONS = ("attnres", "lm_eval", "transformers", "torch", "datasets", "tokenizers")
+
+
+@dataclass(frozen=True)
+class EvalSettings:
+    """How an evaluation is run: keywords of [`evaluate`].
+
+    Attributes:
+        device: by default a GPU if there is one.
+        batch_size: a number, or `auto`.
+        data_root: a folder with data sets in folders named like the Hub's; relative to it they are looked up first.
+        include_path: a folder with further tasks of lm-eval.
+        allow_code_execution: run benchmarks that execute generated code.
+        keep_samples: keep what the models answered, not only the scores.
+        command: what to record as the command of this run.
+        make_model: what gives lm-eval a model, with the arguments of `load_model`.
+    """
+
+    device: str | None = None
+    batch_size: int | str = 1
+    data_root: str | Path | None = None
+    include_path: str | Path | None = None
+    allow_code_execution: bool = False
+    keep_samples: bool = True
+    command: str | None = None
+    make_model: Callable[[EvalModel, EvalOptions, str, int | str], LM] = load_model
 
 
 def versions() -> dict[str, str]:
@@ -63,7 +89,7 @@ def run_benchmark(benchmark: Benchmark, tasks: list, lm: CachedLM, options: Eval
         ValueError: if the tasks do not give the metric.
     """
     set_seed(options.seed)
-    sandbox.UNUSABLE.clear()
+    UNUSABLE.clear()
     chat = in_chat(benchmark, options)
     results = lm_eval.evaluate(
         lm=lm,
@@ -102,7 +128,7 @@ def run_benchmark(benchmark: Benchmark, tasks: list, lm: CachedLM, options: Eval
 
 def unusable_tests(lm: CachedLM) -> dict[str, int]:
     """Why tests of generated programs could not be run, and with how many programs, of all processes."""
-    counts = sandbox.UNUSABLE
+    counts = UNUSABLE
     if lm.world_size > 1:
         counts = sum(lm.gather_object(counts, dst=0) or [], start=collections.Counter())
     return dict(counts.most_common())
@@ -178,15 +204,9 @@ def check_pairing(first: Finished, second: Finished, benchmark: Benchmark):
 def run(
     results: list[ModelResults],
     benchmarks: list[Benchmark],
-    *,
-    options: EvalOptions,
     manager: TaskManager,
-    device: str = "cpu",
-    batch_size: int | str = 1,
-    command: str | None = None,
-    keep_samples: bool = True,
-    allow_code_execution: bool = False,
-    make_model: Callable[[EvalModel, EvalOptions, str, int | str], LM] = load_model,
+    options: EvalOptions,
+    settings: EvalSettings,
 ) -> tuple[dict[str, list[Finished]], dict[str, str]]:
     """Evaluate models on benchmarks, but for what is finished already.
 
@@ -201,8 +221,9 @@ def run(
         benchmark.name: "it runs generated code; `--allow-code-execution` allows that"
         for todo in missing
         for benchmark in todo
-        if benchmark.runs_code and not allow_code_execution
+        if benchmark.runs_code and not settings.allow_code_execution
     }
+    device = str(settings.device)
     wait_for_everyone(device)
     loaded: dict[str, list] = {}
     with tqdm(total=sum(map(len, missing)), unit="benchmark", desc="Evaluating") as progress:
@@ -219,11 +240,10 @@ def run(
                     if lm is None:
                         if result is not results[0]:
                             gc.collect()  # the one before, which refers to itself
-                        lm = make_model(result.model, options, device, batch_size)
+                        lm = settings.make_model(result.model, options, device, settings.batch_size)
                         result.check_unchanged()
-                    facts = {"command": command, **facts_of(lm, benchmark, options, device, batch_size)}
                     try:
-                        run_and_save(benchmark, loaded[benchmark.name], lm, result, options, facts, keep_samples)
+                        run_and_save(benchmark, loaded[benchmark.name], lm, result, options, settings)
                     except Unavailable as error:
                         skipped[benchmark.name] = str(error)
                 progress.update()
@@ -237,30 +257,31 @@ def run_and_save(
     lm: LM,
     result: ModelResults,
     options: EvalOptions,
-    facts: dict[str, Any],
-    keep_samples: bool,
+    settings: EvalSettings,
 ):
     """One model on one benchmark, up to its files."""
+    facts = facts_of(lm, benchmark, options, settings)
     prepare_tasks(benchmark, tasks, options)
     check_room(tasks, lm)
     with result.resumable(benchmark, lm, facts) as cached:
         finished = run_benchmark(benchmark, tasks, cached, options)
         if finished is None:
             return
-        if not keep_samples:
+        if not settings.keep_samples:
             finished = replace(finished, samples=[without_texts(sample) for sample in finished.samples])
         result.save(benchmark, finished)
 
 
-def facts_of(lm: LM, benchmark: Benchmark, options: EvalOptions, device: str, batch_size: int | str) -> dict[str, Any]:
+def facts_of(lm: LM, benchmark: Benchmark, options: EvalOptions, settings: EvalSettings) -> dict[str, Any]:
     """What a benchmark is answered with, beside what decides the scores."""
     template = None
     if in_chat(benchmark, options):
         template = hashlib.sha256((lm.chat_template(True) or "").encode()).hexdigest()
     return {
-        "device": device,
+        "command": settings.command,
+        "device": settings.device,
         "dtype": str(getattr(getattr(lm, "model", None), "dtype", options.dtype)).removeprefix("torch."),
-        "batch_size": batch_size,
+        "batch_size": settings.batch_size,
         "python": platform.python_version(),
         "chat_template_sha256": template,
     }

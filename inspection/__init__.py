@@ -9,6 +9,16 @@
 from .effects import ablate, gradient_rms
 from .measure import DepthStatistics, Excerpt, SiteStatistics, measure
 from .run import inspect
+from .text import TextToRead
 
 
-__all__ = ["DepthStatistics", "Excerpt", "SiteStatistics", "ablate", "gradient_rms", "inspect", "measure"]
+__all__ = [
+    "DepthStatistics",
+    "Excerpt",
+    "SiteStatistics",
+    "TextToRead",
+    "ablate",
+    "gradient_rms",
+    "inspect",
+    "measure",
+]

@@ -3,7 +3,6 @@
 
 import json
 import tempfile
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,13 +17,13 @@ from ..checkpoints.checkpoint import load_config, load_language_model, load_toke
 from ..checkpoints.fingerprint import checkpoint_fingerprint
 from ..checkpoints.location import hub_commit
 from ..configuration_attnres import AttnResConfig
-from ..data.text import read_sample
-from ..utils.devices import default_device, is_dtype, reason_against_device
+from ..utils.devices import check_device, default_device, is_dtype
 from ..utils.files import check_writable, write_file
+from ..utils.keywords import keywords_as
 from ..utils.untrusted import check_folder
 from .effects import ablate, gradient_rms
 from .measure import DepthStatistics, check_is_attnres, measure, read_excerpt, source_names
-from .text import pieces, read_windows, tokens_of_dataset, tokens_of_text
+from .text import TextToRead, read_windows
 
 
 SCHEMA = 2
@@ -37,32 +36,25 @@ def inspect(
     models: list[str],
     output: str | Path,
     *,
-    text: str | None = None,
-    file: str | Path | None = None,
-    dataset: str | None = None,
-    dataset_config: str | None = None,
-    split: str | None = None,
     base: str | None = None,
     gradients: bool = False,
     ablation: bool = False,
-    max_tokens: int = 10_000,
-    length: int = 512,
     batch_size: int = 4,
     dtype: str = "auto",
     device: str | None = None,
+    **text_to_read: Any,
 ) -> dict[str, Any]:
     """Measure one checkpoint, or two to compare, and write `depth.json`, pictures and a page into a folder.
 
     Args:
         models: folders or Hub ids of AttnRes checkpoints.
-        text, file, dataset: what to read, in place of the built-in text. A data set is an id of the Hub, a file
-            (JSONL, Parquet, text) or a folder of such files.
-        dataset_config, split: of a data set on the Hub; by default its split `train`.
         base: PreNorm checkpoint whose residual stream and gradients are drawn beside.
         gradients: measure gradients as well, on the same text.
         ablation: measure what each source is worth at each site, on the first 512 tokens.
-        max_tokens: how much to read.
-        length: tokens of a window; less where a model takes no more.
+        batch_size: windows at a time.
+        dtype: in which the models compute; `auto` is that of the checkpoint.
+        device: by default a GPU if there is one.
+        text_to_read: the fields of [`TextToRead`], such as `text` or `dataset` in place of the built-in text.
 
     Returns:
         The content of `depth.json`: `schema`, the number of this format, `attnres_version`, and `models`, for each a
@@ -71,18 +63,21 @@ def inspect(
     Raises:
         ValueError, OSError: for what is not there, does not go together or is no AttnRes checkpoint, before a model
             is loaded.
+        TypeError: for a keyword that there is not.
     """
-    check_request(models, output, {"text": text, "file": file, "dataset": dataset}, dataset_config, split)
+    read = keywords_as(TextToRead, "inspect", text_to_read)
+    check_request(models, output, read)
     device = device or default_device()
-    check_device_and_dtype(device, dtype)
+    check_device(device, "is not to be had")
+    if dtype != "auto" and not is_dtype(dtype):
+        raise ValueError(f"`dtype={dtype!r}` is no type of torch; there are float32, bfloat16, float16 and auto.")
     commits = [hub_commit(path) for path in models]  # of all, before any is read
     inspected = [found_model(path, commit) for path, commit in zip(models, commits)]
     if base is not None:
         check_base(base, inspected)
     for model in inspected:
-        ids, source = read_tokens(model.tokenizer(), text, file, dataset, dataset_config, split)
-        longest = min(length, getattr(model.config, "max_position_embeddings", None) or length)
-        model.windows = read_windows(ids, max_tokens, longest, source)
+        longest = min(read.length, getattr(model.config, "max_position_embeddings", None) or read.length)
+        model.windows = read_windows(read.tokens(model.tokenizer()), read.max_tokens, longest, read.name)
 
     base_model = None if base is None else _load(base, dtype, device)
     excerpt_tokens = min(
@@ -92,7 +87,7 @@ def inspect(
     for model in inspected:
         network = load_unchanged(model, dtype, device)
         name, windows = model.name, model.windows
-        measured = measure(network, windows, name=name, text=source, base=base_model, batch_size=batch_size)
+        measured = measure(network, windows, name=name, text=read.name, base=base_model, batch_size=batch_size)
         measured.excerpt = read_excerpt(network, windows[0, :excerpt_tokens], model.tokenizer())
         measured.fingerprint, measured.commit = model.fingerprint, model.commit
         if gradients:
@@ -122,55 +117,24 @@ class InspectedModel:
         return load_tokenizer(self.path, self.commit)
 
 
-def check_request(
-    models: list[str],
-    output: str | Path,
-    texts: dict[str, str | Path | None],
-    dataset_config: str | None,
-    split: str | None,
-):
-    """Raise a `ValueError` for arguments of `inspect` that contradict each other; `texts` are its ways to name one."""
+def check_request(models: list[str], output: str | Path, read: TextToRead):
+    """Raise a `ValueError` for arguments of `inspect` that contradict each other."""
     if not 1 <= len(models) <= 2:
         raise ValueError(f"One checkpoint can be inspected, or two compared; these are {len(models)}.")
-    given = [kind for kind, value in texts.items() if value is not None]
+    given = [kind for kind in ("text", "file", "dataset") if getattr(read, kind) is not None]
     if len(given) > 1:
         raise ValueError(f"Give a text, a file or a data set, not {' and '.join(given)}.")
-    for name, value in (("dataset_config", dataset_config), ("split", split)):
-        if value is not None and texts["dataset"] is None:
+    for name in ("dataset_config", "split"):
+        value = getattr(read, name)
+        if value is not None and read.dataset is None:
             raise ValueError(f"`{name}={value!r}` is of a data set: name one with `dataset`.")
     if Path(output).is_file():
         raise ValueError(f"`{output}` is a file; name a folder.")
     check_writable(Path(output))
     if find_spec("matplotlib") is None:
         raise ModuleNotFoundError("matplotlib is not installed", name="matplotlib")
-    if texts["file"] is not None and not Path(texts["file"]).is_file():
-        raise ValueError(f"There is no file `{texts['file']}`.")
-
-
-def check_device_and_dtype(device: str, dtype: str):
-    reason = reason_against_device(device)
-    if reason is not None:
-        raise ValueError(f"`device={device!r}` is not to be had: {reason}")
-    if dtype != "auto" and not is_dtype(dtype):
-        raise ValueError(f"`dtype={dtype!r}` is no type of torch; there are float32, bfloat16, float16 and auto.")
-
-
-def read_tokens(
-    tokenizer: PreTrainedTokenizerBase,
-    text: str | None,
-    file: str | Path | None,
-    dataset: str | None,
-    dataset_config: str | None,
-    split: str | None,
-) -> tuple[Iterator[list[int]], str]:
-    """Token ids of what is to be read, text after text, and what to call it."""
-    if dataset is not None:
-        return tokens_of_dataset(dataset, dataset_config, split or "train", tokenizer), f"`{dataset}`"
-    if file is not None:
-        return tokens_of_text(pieces(Path(file)), tokenizer), f"`{Path(file).name}`"
-    if text is not None:
-        return tokens_of_text([text], tokenizer), "the given text"
-    return tokens_of_text([read_sample()], tokenizer), "the built-in text"
+    if read.file is not None and not Path(read.file).is_file():
+        raise ValueError(f"There is no file `{read.file}`.")
 
 
 def load_unchanged(model: InspectedModel, dtype: str, device: str) -> nn.Module:

@@ -2,16 +2,56 @@
 """What is read: a text, a file or a data set, a piece at a time, up to a number of tokens."""
 
 from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 from itertools import chain, islice
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
+from ..data.text import read_sample
 from ..utils.untrusted import in_one_line
 
 
 PIECE = 1 << 20  # characters of a file to tokenise at once
+
+
+@dataclass(frozen=True)
+class TextToRead:
+    """What an inspection reads, and how much of it: keywords of [`inspect`].
+
+    Attributes:
+        text, file, dataset: what to read, in place of the built-in text. A data set is an id of the Hub, a file
+            (JSONL, Parquet, text) or a folder of such files.
+        dataset_config, split: of a data set on the Hub; by default its split `train`.
+        max_tokens: how much to read.
+        length: tokens of a window; less where a model takes no more.
+    """
+
+    text: str | None = None
+    file: str | Path | None = None
+    dataset: str | None = None
+    dataset_config: str | None = None
+    split: str | None = None
+    max_tokens: int = 10_000
+    length: int = 512
+
+    @property
+    def name(self) -> str:
+        """What to call it."""
+        if self.dataset is not None:
+            return f"`{self.dataset}`"
+        if self.file is not None:
+            return f"`{Path(self.file).name}`"
+        return "the built-in text" if self.text is None else "the given text"
+
+    def tokens(self, tokenizer: PreTrainedTokenizerBase) -> Iterator[list[int]]:
+        """Token ids, text after text."""
+        if self.dataset is not None:
+            return tokens_of_dataset(self.dataset, self.dataset_config, self.split or "train", tokenizer)
+        if self.file is not None:
+            return tokens_of_text(pieces(Path(self.file)), tokenizer)
+        return tokens_of_text([read_sample() if self.text is None else self.text], tokenizer)
 
 
 def pieces(file: Path) -> Iterator[str]:

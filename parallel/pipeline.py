@@ -2,79 +2,33 @@
 """Training of a model whose layers lie in several processes, on the schedules of `torch.distributed.pipelining`."""
 
 import copy
+import dataclasses
 import os
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-import xxhash
 from safetensors.torch import load_file, save_file
 from torch import nn
-from torch.distributed.pipelining.schedules import PipelineScheduleSingle, get_schedule_class
+from torch.distributed.pipelining.schedules import get_schedule_class
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from attnres.base.probe import decoder_layers, probe_slices
-from attnres.base.slices import PassThrough, count_tensors
-from attnres.configuration_attnres import AttnResConfig
-from attnres.depth.queries import AttnResDepthQueries
-from attnres.modeling_attnres import AttnResForCausalLM
-
+from ..base.library_lookups import is_depth_query
+from ..base.probe import decoder_layers, probe_slices
+from ..base.slices import PassThrough, count_tensors
+from ..depth.queries import AttnResDepthQueries
+from ..modeling_attnres import AttnResForCausalLM
 from ..utils.files import hidden_folder
-from .routing import StageRoute, route_blocks
+from ..utils.keywords import keywords_as
+from .agreement import check_agreement, check_batch
+from .routing import route_blocks
+from .schedule import PipelineSettings, sites_of_stages
 from .stage import AttnResStage, BlockStore, StageModule
 
 
-# Of which a process has the first and the last stage; with the others stage `i` is of process `i % processes`
-V_SCHEDULES = ("zbvzerobubble", "dualpipev")
 OPTIMIZER_FILE = "optimizer.safetensors"
-
-
-def sites_of_stages(config: AttnResConfig, layers_per_stage: Sequence[int]) -> list[int]:
-    """Where each stage begins, and where the last one ends, counted in sublayers.
-
-    Raises:
-        ValueError: if the stages have not as many layers as the model.
-    """
-    sublayers = config.sublayers_per_layer()
-    if sum(layers_per_stage) != len(sublayers) or min(layers_per_stage) < 1:
-        raise ValueError(
-            f"`layers_per_stage={list(layers_per_stage)}` must be numbers >= 1 that sum to the {len(sublayers)} layers"
-            " of the model."
-        )
-    ends = list(accumulate(layers_per_stage, initial=0))
-    return [sum(sublayers[:end]) for end in ends]
-
-
-def ranks_of_stages(num_ranks: int, stages_per_rank: int, schedule: str) -> list[int]:
-    """The process of each stage.
-
-    Raises:
-        ValueError: for a schedule that there is not, or one that takes another number of stages.
-    """
-    is_single, is_v = issubclass(get_schedule_class(schedule), PipelineScheduleSingle), schedule.lower() in V_SCHEDULES
-    if is_single != (stages_per_rank == 1) or (is_v and stages_per_rank != 2):
-        allowed = "1 stage" if is_single else "2 stages" if is_v else "2 stages or more"
-        raise ValueError(f"Schedule {schedule} takes {allowed} of each process, not {stages_per_rank}.")
-    num_stages = num_ranks * stages_per_rank
-    return [i if i < num_ranks else num_stages - 1 - i if is_v else i % num_ranks for i in range(num_stages)]
-
-
-def num_rounds(microbatches: int, num_ranks: int) -> int:
-    """How often a process comes back to a stage, in schedules with interleaved stages: torch's rule."""
-    return max(1, microbatches // num_ranks)
-
-
-def microbatches_needed(microbatches: int, num_ranks: int, num_stages: int, schedule: str) -> str | None:
-    """What torch's schedule needs in place of so many microbatches; `None` if it takes them."""
-    schedule = schedule.lower()
-    if schedule in ("1f1b", "dualpipev") and microbatches < num_stages:
-        return f"at least {num_stages}, the number of stages"
-    if schedule in ("interleaved1f1b", "interleavedzerobubble") and microbatches % num_rounds(microbatches, num_ranks):
-        return f"a multiple of {num_ranks}, the number of processes in the pipeline"
-    return None
 
 
 class AttnResPipeline:
@@ -90,90 +44,69 @@ class AttnResPipeline:
 
     Args:
         model: the whole model, on the CPU. A process keeps its layers, on `device`.
-        schedule: `GPipe`, `1F1B`, `LoopedBFS`, `Interleaved1F1B`, `InterleavedZeroBubble`, `ZBVZeroBubble` or
-            `DualPipeV`.
-        microbatches: into how many parts a batch is divided.
-        batch_size: samples of a whole batch, of this pipeline.
-        sequence_length: tokens of a sample.
-        stages_per_rank: 1 with the first two schedules, 2 with the last two, and any number with the others.
-        layers_per_stage: by default they are as even as they can be, the first ones with a layer more.
         group: the processes of the pipeline; by default all of them.
         device: where this process computes.
         dtype: of what crosses; by default that of the embedding. Parameters that are cast, by FSDP2 or autocast, make
             another.
-        cache: `False` sends every block over every boundary, to compare with. That is always so where the layers of a
-            base scale its stream.
         parallelize: called with the module of every stage, whose `model` has its layers, to divide it further, with
             `fully_shard` or `parallelize_module` over other dimensions of a device mesh. With FSDP2 the module itself
             is the last to be sharded, and the depth queries are a unit of their own, as they may be of another dtype.
+        settings: the fields of [`PipelineSettings`], of which `microbatches`, `batch_size` and `sequence_length` are
+            needed.
 
     Raises:
         ValueError: for a schedule, or numbers, that do not go together; for a model that is no `AttnResForCausalLM` or
             not the same in every process; and for one whose layers need more of each other than the stream.
+        TypeError: for a setting that there is not, or one that is missing.
     """
 
     def __init__(
         self,
         model: AttnResForCausalLM,
         *,
-        schedule: str = "1F1B",
-        microbatches: int,
-        batch_size: int,
-        sequence_length: int,
-        stages_per_rank: int | None = None,
-        layers_per_stage: Sequence[int] | None = None,
         group: dist.ProcessGroup | None = None,
         device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None,
-        cache: bool = True,
         parallelize: Callable[[StageModule], None] | None = None,
+        **settings: Any,
     ):
         check_model(model)
-        schedule_class = get_schedule_class(schedule)
-        is_single = issubclass(schedule_class, PipelineScheduleSingle)
-        if stages_per_rank is None:
-            stages_per_rank = 1 if is_single else 2
-        if batch_size % microbatches:
-            raise ValueError(f"`microbatches={microbatches}` must divide `batch_size={batch_size}`.")
+        self.settings = keywords_as(PipelineSettings, "AttnResPipeline", settings)
         self.config, self.group, self.device = model.config, group, torch.device(device)
-        num_ranks, self.rank = dist.get_world_size(group), dist.get_rank(group)
-        self.ranks = ranks_of_stages(num_ranks, stages_per_rank, schedule)
-        num_stages = len(self.ranks)
-        needed = microbatches_needed(microbatches, num_ranks, num_stages, schedule)
-        if needed is not None:
-            raise ValueError(f"`microbatches={microbatches}` must be {needed}, with `schedule={schedule!r}`.")
-        self.layers_per_stage = list(layers_per_stage or spread(len(self.config.sublayers_per_layer()), num_stages))
-        sites = sites_of_stages(self.config, self.layers_per_stage)
-        if len(sites) != num_stages + 1:
-            raise ValueError(
-                f"`layers_per_stage={self.layers_per_stage}` is of {len(sites) - 1} stages, and {num_ranks} processes"
-                f" with {stages_per_rank} each have {num_stages}."
-            )
+        self.rank, self.ranks = dist.get_rank(group), self.settings.ranks(dist.get_world_size(group))
+        self.layers_per_stage = self.settings.layers(self.config, self.ranks)
         self.probe = probe_slices(self.config.to_base_config())
         # A block that is scaled in every layer is another one at the next stage
-        cache = cache and not self.probe.scales_blocks
+        cache = self.settings.cache and not self.probe.scales_blocks
+        sites = sites_of_stages(self.config, self.layers_per_stage)
         self.routes = route_blocks(sites, self.ranks, self.config.attn_res_block_size, cache=cache)
-        settings = schedule, microbatches, self.layers_per_stage, batch_size, sequence_length, cache, str(dtype)
-        check_agreement(model, settings, group)
-        self.is_tied = self.config.tie_word_embeddings and num_stages > 1
+        agreed = dataclasses.replace(self.settings, layers_per_stage=self.layers_per_stage, cache=cache)
+        check_agreement(model, (agreed, str(dtype)), group)
+        self.is_tied = self.config.tie_word_embeddings and len(self.ranks) > 1
         self.store, self.num_items = BlockStore(), 1.0
         self.skeleton = _without_weights(model)
-        self.stages: list[AttnResStage] = []
-        self.shape = batch_size, sequence_length
-        shape = batch_size // microbatches, sequence_length
+        self.shape = self.settings.batch_size, self.settings.sequence_length
         dtype = dtype or self.skeleton.get_input_embeddings().weight.dtype
-        for number in [i for i, rank in enumerate(self.ranks) if rank == self.rank]:
-            module = StageModule(self._part(model, number), self.routes[number], number == num_stages - 1)
-            if parallelize is not None:
-                parallelize(module)
-            self.stages.append(self._stage(module, number, shape, dtype))
+        self.stages = self._make_stages(model, dtype, parallelize)
         self.own, self.foreign = self._list_parameters()
-        self.schedule = schedule_class(
-            self.stages[0] if is_single else self.stages,
-            n_microbatches=microbatches,
+        self.schedule = get_schedule_class(self.settings.schedule)(
+            self.stages[0] if self.settings.takes_one_stage else self.stages,
+            n_microbatches=self.settings.microbatches,
             loss_fn=self._loss,
             scale_grads=False,  # the loss is of the whole batch's tokens
         )
+
+    def _make_stages(
+        self, model: AttnResForCausalLM, dtype: torch.dtype, parallelize: Callable[[StageModule], None] | None
+    ) -> list[AttnResStage]:
+        """Those of this process."""
+        stages = []
+        for number in [i for i, rank in enumerate(self.ranks) if rank == self.rank]:
+            module = StageModule(self._part(model, number), self.routes[number], number == len(self.ranks) - 1)
+            if parallelize is not None:
+                parallelize(module)
+            stages.append(self._stage(module, number, dtype))
+        return stages
 
     def _part(self, model: AttnResForCausalLM, number: int) -> AttnResForCausalLM:
         """A copy of the model with what a stage needs of it."""
@@ -197,8 +130,8 @@ class AttnResPipeline:
                     setattr(part, name, PassThrough())
         return part.to(self.device)
 
-    def _stage(self, module: StageModule, number: int, shape: tuple[int, int], dtype: torch.dtype) -> AttnResStage:
-        route = module.route
+    def _stage(self, module: StageModule, number: int, dtype: torch.dtype) -> AttnResStage:
+        route, shape = module.route, self.settings.microbatch_shape
 
         def on_the_wire(site: int, blocks: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
             size = (*shape, self.config.hidden_size)
@@ -294,7 +227,8 @@ class AttnResPipeline:
         self.num_items = int((labels[:, 1:] != -100).sum()) if num_items is None else num_items
         if self.num_items <= 0:
             raise ValueError("The batch has no labels: all are -100, or the first of a sample.")
-        self._check_batch({"input_ids": input_ids, "labels": labels, "num_items": num_items, **kwargs})
+        batch = {"input_ids": input_ids, "labels": labels, "num_items": num_items, **kwargs}
+        check_batch(batch, self.group, self.device)
         self.store.blocks.clear()  # of a step that has failed
         self.store.grads.clear()
         for stage in self.stages:
@@ -320,21 +254,6 @@ class AttnResPipeline:
         loss = loss.detach().to(torch.float64)
         dist.broadcast(loss, self._global_rank(self.ranks[-1]), group=self.group)
         return loss
-
-    def _check_batch(self, batch: dict[str, Any]):
-        """The first stage takes the ids and the last one the labels, of what should be the same batch."""
-        hashed = xxhash.xxh3_64()
-        for name, value in sorted(batch.items()):
-            hashed.update(name.encode())
-            hashed.update(_bytes(value) if torch.is_tensor(value) else str(value).encode())
-        number = float(hashed.intdigest() >> 16)  # of 48 bits, which a double has room for
-        found = torch.tensor([number, -number], dtype=torch.float64, device=self.device)
-        dist.all_reduce(found, dist.ReduceOp.MAX, group=self.group)
-        if found[0] != -found[1]:
-            raise ValueError(
-                f"The processes of a pipeline were given different batches ({', '.join(batch)}): all of them take the"
-                " whole batch. Give every process the same data, in the same order."
-            )
 
     def _global_rank(self, rank: int) -> int:
         return rank if self.group is None else dist.get_global_rank(self.group, rank)
@@ -504,7 +423,7 @@ class AttnResPipeline:
         dist.gather_object(mine, gathered or None, self._global_rank(0), group=self.group)
         found: dict[str, torch.Tensor] = {}
         for name, tensor, (start, end) in [of_tensor for of_rank in gathered for of_tensor in of_rank]:
-            if ".depth_queries." in f".{name}" and tensor.ndim:
+            if is_depth_query(name) and tensor.ndim:
                 found.setdefault(name, torch.empty_like(tensor))[start:end] = tensor[start:end]
             else:
                 found[name] = tensor
@@ -524,41 +443,6 @@ def check_model(model: AttnResForCausalLM):
             "`output_router_logits` adds a loss that needs the routers of all layers, which no stage has: set it to"
             " False in the config."
         )
-
-
-def check_agreement(model: AttnResForCausalLM, settings: tuple, group: dist.ProcessGroup | None):
-    """Whether every process makes the same pipeline: of a part of one model and a part of another nothing comes."""
-    hashed = xxhash.xxh3_64()
-    for name, tensor in model.state_dict().items():
-        hashed.update(name.encode())
-        hashed.update(_bytes(tensor))
-    mine = {
-        "model": hashed.intdigest(),
-        "config": model.config.to_json_string(),
-        "requires_grad": [parameter.requires_grad for parameter in model.parameters()],
-        "settings": settings,
-    }
-    gathered: list[Any] = [None] * dist.get_world_size(group)
-    dist.all_gather_object(gathered, mine, group=group)
-    for rank, other in enumerate(gathered):
-        different = [key for key in mine if other[key] != gathered[0][key]]
-        if different:
-            raise ValueError(
-                f"The processes of a pipeline have different models: {' and '.join(different)} of process {rank} are"
-                " others than those of process 0. Make the model with the same seed, or load the same checkpoint."
-            )
-
-
-def _bytes(tensor: torch.Tensor) -> memoryview:
-    return memoryview(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy())
-
-
-def spread(num_layers: int, num_stages: int) -> list[int]:
-    """Layers of each stage, as even as they can be, the first ones with a layer more."""
-    if num_layers < num_stages:
-        raise ValueError(f"A model of {num_layers} layers cannot be divided into {num_stages} stages.")
-    fewest, others = divmod(num_layers, num_stages)
-    return [fewest + (i < others) for i in range(num_stages)]
 
 
 def _without_weights(model: AttnResForCausalLM) -> AttnResForCausalLM:
@@ -595,6 +479,3 @@ def _like(tensor: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
     if not isinstance(other, DTensor):
         return tensor
     return DTensor.from_local(tensor, other.device_mesh, other.placements, shape=other.shape, stride=other.stride())
-
-
-__all__ = ["AttnResPipeline", "StageRoute", "sites_of_stages", "spread"]

@@ -17,16 +17,15 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from attnres.base.classes import DepthReader
-from attnres.base.probe import KnownValues, decoder_layers, move_off_meta, probe_slices, probe_sublayers
-from attnres.base.slices import count_tensors
-from attnres.configuration_attnres import AttnResConfig
-from attnres.depth.queries import AttnResDepthQueries
-from attnres.modeling_attnres import AttnResForCausalLM
-
+from ..base.classes import DepthReader
+from ..base.probe import KnownValues, decoder_layers, move_off_meta, probe_slices, probe_sublayers
+from ..base.slices import count_tensors
 from ..checkpoints.checkpoint import read_decoder_config
-from .pipeline import V_SCHEDULES, microbatches_needed, num_rounds, ranks_of_stages, sites_of_stages, spread
+from ..configuration_attnres import AttnResConfig
+from ..depth.queries import AttnResDepthQueries
+from ..modeling_attnres import AttnResForCausalLM
 from .routing import num_transfers, route_blocks
+from .schedule import V_SCHEDULES, microbatches_needed, num_rounds, ranks_of_stages, sites_of_stages, spread
 
 
 # Weight, gradient, and the two means of AdamW, in fp32

@@ -10,9 +10,9 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnres.depth.attention import norm_of
-from attnres.depth.stream import DepthStream
-from attnres.modeling_attnres import AttnResModel, AttnResPreTrainedModel
+from ..depth.attention import norm_of
+from ..depth.stream import DepthStream
+from ..modeling_attnres import AttnResModel, AttnResPreTrainedModel
 
 
 def divide_block_cache(model: AttnResPreTrainedModel, group: dist.ProcessGroup | None = None):

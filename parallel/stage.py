@@ -7,10 +7,9 @@ import torch
 from torch import nn
 from torch.distributed.pipelining import PipelineStage
 
-from attnres.base.slices import count_tensors
-from attnres.depth.stream import DepthStream
-from attnres.modeling_attnres import AttnResForCausalLM
-
+from ..base.slices import count_tensors
+from ..depth.stream import DepthStream
+from ..modeling_attnres import AttnResForCausalLM
 from .routing import StageRoute
 
 

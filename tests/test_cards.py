@@ -27,7 +27,7 @@ from attnres.inspection.figures import heat_map, profiles
 from attnres.inspection.measure import DepthStatistics, SiteStatistics
 from attnres.model_cards.card import weights_of, write_adapter_card, write_model_card
 from attnres.training.curves import plot_curves
-from attnres.training.finetune import metadata_of_base
+from attnres.training.runs import metadata_of_base
 from attnres.utils.markup import code, escaped, plain_markdown, printable, sentence
 
 

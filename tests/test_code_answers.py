@@ -266,8 +266,8 @@ def test_scores(tasks, manager, tmp_path, monkeypatch):
     model = tmp_path / "model"
     model.mkdir()
     (model / "config.json").write_text('{"model_type": "llama"}')
-    monkeypatch.setattr(sys.modules["attnres.eval.evaluate"], "task_manager", lambda include_path: manager)
-    monkeypatch.setattr(sys.modules["attnres.eval.evaluate"], "check_chat_template", lambda model: None)
+    monkeypatch.setattr(sys.modules[evaluate.__module__], "task_manager", lambda include_path: manager)
+    monkeypatch.setattr(sys.modules[evaluate.__module__], "check_chat_template", lambda model: None)
     arguments = {"tasks": names, "data_root": tmp_path / "data", "allow_code_execution": True}
     arguments |= {"make_model": lambda *_: Speaker(loaded), "options": EvalOptions(apply_chat_template=True)}
     results = evaluate([str(model)], tmp_path / "out", **arguments)

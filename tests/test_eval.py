@@ -467,7 +467,7 @@ LM_EVAL = "import attnres; from lm_eval.__main__ import cli_evaluate; cli_evalua
 @pytest.mark.slow
 def test_lm_eval_runs_our_suites(checkpoints, paper, manager, tmp_path):
     """Through its own program, with the numbers of examples that the suites ask for."""
-    import attnres.eval.evaluate
+    import attnres.eval
 
     for name in ("paper", "core", "chat", "quick"):
         config = yaml.safe_load((Path(attnres.eval.__file__).parent / f"tasks/attnres_{name}.yaml").read_text())

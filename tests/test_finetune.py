@@ -388,7 +388,7 @@ def test_kinds_of_data(folder, tmp_path):
     """Chats and completions learn the answers alone; text, Parquet and folders are read alike."""
     from datasets import Dataset
 
-    from attnres.data import packing as data
+    from attnres.data import packing
     from attnres.data.rows import load_rows
 
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
@@ -397,7 +397,7 @@ def test_kinds_of_data(folder, tmp_path):
     write_jsonl(tmp_path / "chat.jsonl", [{"messages": chat}])
     write_jsonl(tmp_path / "answers.jsonl", [{"prompt": "two and two", "completion": "four"}])
     for name in ("chat", "answers"):
-        row = data.tokenize(load_rows(str(tmp_path / f"{name}.jsonl"), None, "train"), tokenizer)[0]
+        row = packing.tokenize(load_rows(str(tmp_path / f"{name}.jsonl"), None, "train"), tokenizer)[0]
         learned = [i for i, label in zip(row["input_ids"], row["labels"]) if label != -100]
         assert tokenizer.decode(learned) == f"four{tokenizer.eos_token}"
         assert "two and two" in tokenizer.decode(row["input_ids"])
@@ -406,7 +406,7 @@ def test_kinds_of_data(folder, tmp_path):
     (tmp_path / "texts/a.txt").write_text(text)
     Dataset.from_list([{"text": text}]).to_parquet(tmp_path / "text.parquet")
     rows = [
-        data.tokenize(load_rows(str(tmp_path / name), None, "train"), tokenizer)[0]
+        packing.tokenize(load_rows(str(tmp_path / name), None, "train"), tokenizer)[0]
         for name in ("texts", "text.parquet")
     ]
     assert rows[0]["input_ids"] == rows[1]["input_ids"] and rows[0]["input_ids"][-1] == tokenizer.eos_token_id

@@ -4,6 +4,7 @@
 
 import json
 import shutil
+import sys
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tiny_models import EVERY_FAMILY, convert, randomize_queries, tiny_base_conf
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from attnres import AttnResConfig
-from attnres.data import packing as data
+from attnres.data import packing
 from attnres.data.rows import tokenize_chat
 from attnres.data.text import read_sample, train_tokenizer
 from attnres.training import AttnResTrainer, finetune
@@ -45,12 +46,12 @@ def slices(row):
 def test_packed_documents_do_not_see_each_other(family):
     """The logits of a document in a packed row are those of the document alone, in fp64."""
     assert (cannot_pack(tiny_base_config(family)) is None) == (family not in STATEFUL)
-    rows = data.pack(documents(9, 7, 5, 8, 2), 16)
-    batch = data.collate_packed(rows.to_list())
+    rows = packing.pack(documents(9, 7, 5, 8, 2), 16)
+    batch = packing.collate_packed(rows.to_list())
     assert batch["input_ids"].shape == (2, 16) and "attention_mask" not in batch
     model = randomize_queries(convert(tiny_base_model(family), 3))
     kept_apart = family not in STATEFUL | SEES_ALL
-    assert (data.sees_other_documents(model) is None) == kept_apart
+    assert (packing.sees_other_documents(model) is None) == kept_apart
     # Here rounding is 1e-15 of the logits, and what a document sees of another is a part of them
     model.double().set_experts_implementation("eager")
     difference = 0.0
@@ -71,9 +72,9 @@ def test_packed_documents_do_not_see_each_other(family):
 
 def test_loss_of_packed_rows(folder):
     """It is the loss of the documents by themselves: no first token is predicted from the document in front."""
-    rows, alone = data.pack(documents(9, 7, 5, 8, 3), 16), documents(9, 7, 5, 8, 3)
+    rows, alone = packing.pack(documents(9, 7, 5, 8, 3), 16), documents(9, 7, 5, 8, 3)
     model = randomize_queries(convert(tiny_base_model("llama"), 3)).double()
-    loss = model(**data.collate_packed(rows.to_list()), use_cache=False).loss
+    loss = model(**packing.collate_packed(rows.to_list()), use_cache=False).loss
     losses = []
     for row in alone:
         ids = torch.tensor([row["input_ids"]])
@@ -83,7 +84,7 @@ def test_loss_of_packed_rows(folder):
 
 def test_packing_loses_nothing_and_learns_nothing_twice():
     texts = documents(40, 1, 7, 16, 33, 2)
-    rows = data.pack(texts, 16)
+    rows = packing.pack(texts, 16)
     assert all(len(row["input_ids"]) <= 16 for row in rows)
     pieces = [tuple(row["input_ids"][start:end]) for row in rows for start, end in slices(row)]
     expected = [tuple(ids[i : i + 16]) for ids in texts["input_ids"] for i in range(0, len(ids), 16)]
@@ -127,6 +128,17 @@ def test_hybrids_are_not_packed(tmp_path, capsys):
     assert f"Rows are not packed: {reason}." in capsys.readouterr().out
 
 
+def test_the_data_is_read_once(folder, tmp_path, monkeypatch, capsys):
+    """Also where the loaded model turns out not to keep documents apart, and rows are made anew."""
+    module, read = sys.modules["attnres.training.finetune"], []
+    read_documents = module.read_documents
+    monkeypatch.setattr(module, "sees_other_documents", lambda model: "it is said")
+    monkeypatch.setattr(module, "read_documents", lambda *args, **kw: read.append(args) or read_documents(*args, **kw))
+    result = finetune(fields(folder, tmp_path / "out", max_steps=1))
+    assert len(read) == 1 and "Rows are not packed: it is said." in capsys.readouterr().out
+    assert result.losses == finetune(fields(folder, tmp_path / "apart", max_steps=1, packing=False)).losses
+
+
 @pytest.mark.slow
 def test_whether_documents_are_kept_apart_is_tried(tmp_path, capsys):
     """Only the model shows it, once it is loaded. Rows are not packed then, and nothing is left of a refused run."""
@@ -164,7 +176,7 @@ def test_a_small_leak_is_seen(leak, dtype):
     model.gradient_checkpointing_enable()
     model.requires_grad_(False).lm_head.requires_grad_(True)  # frozen, as with an adapter
     state, hooks = torch.get_rng_state(), list(model.get_input_embeddings()._forward_hooks)
-    assert (data.sees_other_documents(model) is None) == (leak is None)
+    assert (packing.sees_other_documents(model) is None) == (leak is None)
     assert torch.equal(state, torch.get_rng_state()) and all(module.training for module in model.modules())
     assert list(model.get_input_embeddings()._forward_hooks) == hooks
     assert all(parameter.grad is None for parameter in model.parameters())

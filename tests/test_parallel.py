@@ -35,8 +35,9 @@ from attnres.parallel import (
     route_blocks,
     sites_of_stages,
 )
-from attnres.parallel.pipeline import OPTIMIZER_FILE, spread
+from attnres.parallel.pipeline import OPTIMIZER_FILE
 from attnres.parallel.plan import in_flight, parameters
+from attnres.parallel.schedule import spread
 from attnres.parallel.stage import BlockStore
 
 
@@ -109,6 +110,15 @@ def test_layers_of_stages():
         sites_of_stages(config, [1, 2])
     with pytest.raises(ValueError, match="4 layers cannot be divided into 5 stages"):
         spread(4, 5)
+
+
+def test_settings_of_a_pipeline():
+    with pytest.raises(TypeError, match=r"AttnResPipeline\(\) got an unexpected keyword argument 'microbatch'"):
+        AttnResPipeline(make_model(), microbatch=4)
+    with pytest.raises(TypeError, match=r"AttnResPipeline\(\) missing 1 required .* 'sequence_length'"):
+        AttnResPipeline(make_model(), microbatches=4, batch_size=8)
+    with pytest.raises(ValueError, match="`microbatches=3` must divide `batch_size=8`"):
+        AttnResPipeline(make_model(), microbatches=3, batch_size=8, sequence_length=7)
 
 
 # --- training

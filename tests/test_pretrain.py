@@ -26,8 +26,8 @@ from attnres import AttnResForCausalLM
 from attnres.data.packed_rows import PackedStream
 from attnres.data.text import read_sample, train_tokenizer
 from attnres.training import AttnResTrainingArguments, PretrainArguments, pretrain
+from attnres.training.checkpoints import last_whole_checkpoint
 from attnres.training.config import of_fields, read_config
-from attnres.training.finetune import last_whole_checkpoint
 from attnres.training.loss_guard import LossGuard
 from attnres.training.optimizer import WithMuon, with_muon
 from attnres.training.pretrain import make_model, prepare, read_model_config, train_over_stages
@@ -245,7 +245,7 @@ def test_streamed_rows_to_evaluate_on(folder, tmp_path, monkeypatch):
         assert streaming
         return IterableDataset.from_generator(documents, gen_kwargs={"split": split})
 
-    monkeypatch.setattr(sys.modules[PretrainArguments.__module__], "load_rows", load_streamed)
+    monkeypatch.setattr(sys.modules[prepare.__module__], "load_rows", load_streamed)
     run = prepare(fields(folder, tmp_path / "out", streaming=True, eval_split="test", eval_documents=7))
     assert 0 < len(run.held_out) < 100 and read.count("test") <= 8
 

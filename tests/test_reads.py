@@ -758,7 +758,7 @@ def test_training(fields, tmp_path):
     trainer = AttnResTrainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
     assert all(tensor.any() for tensor in model.model.depth_queries.zeros_at_first())
-    logged = trainer.observe()
+    logged = trainer.depth_metrics()
     assert logged["query_norm"] > 0 and 0.5 < logged["depth_entropy"] <= 1 + 1e-6
     trainer.explain_queries()
     names = {id(parameter): name for name, parameter in model.named_parameters()}

@@ -14,8 +14,7 @@ import typer
 import yaml
 
 from attnres.data.text import read_sample, train_tokenizer
-from attnres.training.scaling import ladder as module
-from attnres.training.scaling import plot
+from attnres.training.scaling import ladder, plot
 from attnres.training.scaling.fit import PFLOPS_DAY, advantage, fit_floor, fit_ladder, fit_law
 from attnres.training.scaling.ladder import Run, read_ladder, results_of, run_ladder, runs_left
 from attnres.training.scaling.sweep import next_rate
@@ -65,9 +64,9 @@ def stand_in(monkeypatch, loss_of):
         done.append(run)
         return {"run": vars(run), "loss": loss_of(ladder, run), "seconds": 0.0}
 
-    monkeypatch.setattr(module, "train", train)
+    monkeypatch.setattr(ladder, "train", train)
     monkeypatch.setattr(
-        module, "measure_times", lambda ladder: {size: dict.fromkeys(ladder.arms, 1.25) for size in ladder.sizes}
+        ladder, "measure_times", lambda ladder: {size: dict.fromkeys(ladder.arms, 1.25) for size in ladder.sizes}
     )
     return done
 
@@ -238,8 +237,8 @@ def test_a_loss_that_is_no_number(folder, monkeypatch):
         (Path(fields["output_dir"]) / "history.json").write_text("[]")
         return SimpleNamespace(losses=[3.0, math.nan], trainable_parameters=1)
 
-    monkeypatch.setattr(module, "pretrain", pretrain)
-    result = module.train(read_ladder("ladder.yaml"), Run("full", "small", 0, 1e-2), folder / "work")
+    monkeypatch.setattr(ladder, "pretrain", pretrain)
+    result = ladder.train(read_ladder("ladder.yaml"), Run("full", "small", 0, 1e-2), folder / "work")
     assert result["loss"] == math.inf
 
 
@@ -297,7 +296,7 @@ def test_ladders_that_are_shown(tmp_path):
 @pytest.mark.slow
 def test_a_ladder(folder, run_attnres):
     """Really trained, and interrupted on the way."""
-    train, count = module.train, []
+    train, count = ladder.train, []
 
     def interrupted(*arguments):
         count.append(1)
@@ -306,7 +305,7 @@ def test_a_ladder(folder, run_attnres):
         return train(*arguments)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(module, "train", interrupted)
+        patch.setattr(ladder, "train", interrupted)
         with pytest.raises(KeyboardInterrupt):
             run_ladder("ladder.yaml", "out")
     assert len(results_of("out")) == 3

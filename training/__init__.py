@@ -1,18 +1,21 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Fine-tuning AttnRes models: all of one, adapters, or the depth queries alone. And pretraining them.
 
-- `finetune.py`: a run from file to adapter; `config.py`: its fields; `data.py`: its rows; `show.py`: a batch
-- `pretrain.py`: a run from scratch; `stream.py`: its rows; `stages.py`: its loop over the stages of a pipeline
+- `finetune.py`: a run from file to adapter; `preview.py`: a batch of it; `adapters.py`: for PEFT
+- `pretrain.py`: a run from scratch; `stages.py`: its loop over the stages of a pipeline
+- `runs.py`: what both share; `checkpoints.py`: those of a run; `curves.py`: its losses as figures
+- `arguments.py`: the fields of a run; `config.py`: a YAML file of them, checked; `configs/`: ready files
 - `trainer.py`: the Trainer; `optimizer.py`: queries in a group of their own, and Muon; `learning_rate.py`: the
-  measured rate; `loss_guard.py`: has the loss risen?
-- `adapters.py`: for PEFT; `curves.py`: losses as figures; `configs/`: ready files
+  measured rate; `loss_guard.py`: has the loss risen?; `depth_metrics.py`: what the queries do meanwhile
+- `scaling/`: a ladder of runs over several sizes
 """
 
 from .adapters import lora_config, queries_config
-from .config import FinetuneArguments
-from .finetune import FinetuneResult, finetune, show_batch
-from .pretrain import PretrainArguments, pretrain
-from .trainer import AttnResTrainer, AttnResTrainingArguments
+from .arguments import AttnResTrainingArguments, FinetuneArguments, PretrainArguments
+from .finetune import finetune, show_batch
+from .pretrain import pretrain
+from .runs import FinetuneResult
+from .trainer import AttnResTrainer
 
 
 __all__ = [

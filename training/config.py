@@ -6,7 +6,6 @@ import difflib
 import math
 import typing
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 from enum import Enum
 from pathlib import Path
 from typing import Any, TypeVar
@@ -22,11 +21,12 @@ from ..base.config import base_config_class
 from ..checkpoints.checkpoint import load_config
 from ..utils.untrusted import check_folder, read_yaml
 from .adapters import lora_config, queries_config
-from .trainer import AttnResTrainingArguments
+from .arguments import AttnResTrainingArguments, FinetuneArguments
 
 
 Arguments = TypeVar("Arguments")
 MODES = ("queries", "lora", "full")
+# What a value of a field is called, by its type
 KIND_NAMES: dict[type, str] = {
     **{bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"},
     **{dict: "a list of `field: value`", type(None): "null"},
@@ -58,53 +58,6 @@ WITHOUT_EFFECT = {
     "do_predict": "nothing is predicted",
     "resume_from_checkpoint": "run again with the same `output_dir`, a run resumes",
 }
-
-
-@dataclass
-class FinetuneArguments:
-    """Model, data and mode of a fine-tuning run.
-
-    Attributes:
-        model: folder or Hub id of an AttnRes checkpoint; a PreNorm one for comparison, but not with `mode: queries`.
-        revision: branch, tag or commit of a Hub id.
-        dataset: id of a data set on the Hub, a file (JSONL, JSON, Parquet, text) or a folder of such files.
-        dataset_config: name of a configuration of a data set on the Hub.
-        split, eval_split: of the data set on the Hub. Without an `eval_split` or `eval_dataset`, every so many
-            documents are held out: `eval_fraction`.
-        eval_dataset: data to evaluate on, where it lies elsewhere.
-        text_column: where the text is, if not in `text`, `messages` or `prompt` and `completion`.
-        mode: `queries` (depth queries and key norms alone), `lora` (LoRA and the queries in full) or `full`.
-        max_length: tokens of a row.
-        packing: put documents beside each other in rows of `max_length`, kept apart by their positions. By default
-            wherever the model keeps them apart.
-        dtype: of the weights; by default float32 with `mode: full` and that of the checkpoint otherwise.
-        load_in_4bit: quantise the linear layers as in QLoRA (NF4, needs bitsandbytes); the queries stay in fp32.
-        lora_rank, lora_alpha, lora_dropout, lora_target_modules: as in PEFT's `LoraConfig`.
-        early_stopping_patience: evaluations without a better loss after which to stop; the best model is kept.
-        fsdp_size: number of processes to shard the model over when it is loaded (torchrun; needs `mode: full`).
-    """
-
-    model: str
-    dataset: str
-    output_dir: str
-    revision: str | None = None
-    dataset_config: str | None = None
-    split: str = "train"
-    eval_split: str | None = None
-    eval_dataset: str | None = None
-    eval_fraction: float = 0.05
-    text_column: str | None = None
-    mode: str = "lora"
-    max_length: int = 1024
-    packing: bool | None = None
-    dtype: str | None = None
-    load_in_4bit: bool = False
-    lora_rank: int = 16
-    lora_alpha: int = 32
-    lora_dropout: float = 0.0
-    lora_target_modules: str | list[str] = field(default="all-linear")
-    early_stopping_patience: int | None = None
-    fsdp_size: int | None = None
 
 
 def read_config(
@@ -334,7 +287,7 @@ def make_adapter(arguments: FinetuneArguments, model_config: PreTrainedConfig) -
 
 
 def cannot_pack(model_config: PreTrainedConfig) -> str | None:
-    """Why documents in one row cannot be kept apart, as far as the config tells: `data.sees_other_documents`."""
+    """Why documents in one row cannot be kept apart, as far as the config tells: `sees_other_documents`."""
     base_model_type = getattr(model_config, "base_model_type", model_config.model_type)
     if MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]._is_stateful:
         return f"the layers of a {base_model_type} that carry a state would carry it from one document to the next"

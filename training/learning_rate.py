@@ -19,6 +19,8 @@ import numpy as np
 import torch
 from accelerate.utils import broadcast
 
+from ..base.library_lookups import is_depth_query
+
 
 if TYPE_CHECKING:
     from transformers import Trainer
@@ -76,7 +78,7 @@ def measure_losses(trainer: "Trainer") -> dict[float, torch.Tensor]:
         trainer: one that is about to train.
     """
     model = trainer.model
-    queries = [p for name, p in model.named_parameters() if ".depth_queries." in f".{name}" and p.requires_grad]
+    queries = [p for name, p in model.named_parameters() if is_depth_query(name) and p.requires_grad]
     modes = [(module, module.training) for module in model.modules()]
     with unchanged_random_state(trainer.args.seed):
         gradient_batches, loss_batches = draw_batches(trainer)

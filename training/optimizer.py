@@ -2,16 +2,14 @@
 """Groups of parameters: depth queries with a learning rate of their own, and Muon for the matrices of the layers."""
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch.optim import Muon, Optimizer
 
+from ..base.library_lookups import is_depth_query
+from .arguments import AttnResTrainingArguments
 from .learning_rate import AUTO
-
-
-if TYPE_CHECKING:
-    from .trainer import AttnResTrainingArguments
 
 
 class WithMuon(Optimizer):
@@ -53,12 +51,12 @@ class WithMuon(Optimizer):
         return loss
 
 
-def separate_queries(optimizer: Optimizer, names: dict[int, str], args: "AttnResTrainingArguments"):
+def separate_queries(optimizer: Optimizer, names: dict[int, str], args: AttnResTrainingArguments):
     """Put the depth queries into groups of their own, with their learning rate and decay."""
     queries = []
     for group in optimizer.param_groups:
-        queries += [p for p in group["params"] if is_query(names[id(p)])]
-        group["params"] = [p for p in group["params"] if not is_query(names[id(p)])]
+        queries += [p for p in group["params"] if is_depth_query(names[id(p)])]
+        group["params"] = [p for p in group["params"] if not is_depth_query(names[id(p)])]
     lr = args.learning_rate if args.query_learning_rate in (None, AUTO) else args.query_learning_rate
     for parameter in queries:
         # The key norm is a factor of the query: to decay it as well would be to decay twice
@@ -67,9 +65,7 @@ def separate_queries(optimizer: Optimizer, names: dict[int, str], args: "AttnRes
     optimizer.param_groups[:] = [group for group in optimizer.param_groups if group["params"]]
 
 
-def with_muon(
-    optimizer: Optimizer, names: dict[int, str], args: "AttnResTrainingArguments", **kwargs: Any
-) -> Optimizer:
+def with_muon(optimizer: Optimizer, names: dict[int, str], args: AttnResTrainingArguments, **kwargs: Any) -> Optimizer:
     """Muon for the matrices of the layers, and an optimizer, which has taken no step yet, for what is left.
 
     Embeddings, heads and depth queries are no such matrices, although they have two dimensions, and neither are
@@ -89,7 +85,3 @@ def with_muon(
             matrices.append({"params": of_muon, "lr": args.muon_learning_rate, "weight_decay": group["weight_decay"]})
     groups = [group for group in optimizer.param_groups if group["params"]]
     return WithMuon(groups, matrices, type(optimizer), **kwargs) if matrices else optimizer
-
-
-def is_query(name: str) -> bool:
-    return ".depth_queries." in f".{name}"

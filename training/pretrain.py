@@ -9,7 +9,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -32,14 +31,14 @@ from transformers.trainer_utils import align_special_tokens
 from ..base.config import check_known
 from ..checkpoints.checkpoint import load_config, load_language_model, load_tokenizer
 from ..configuration_attnres import AttnResConfig
-from ..data import packing as data
 from ..data.packed_rows import POSITION, PackedStream, collate
+from ..data.packing import sees_other_documents
 from ..data.rows import load_rows
 from ..inspection.callback import DepthMapCallback
 from ..model_cards.card import write_model_card
 from ..utils.files import atomic_folder, disk_errors_explained, write_file
 from ..utils.untrusted import check_folder
-from . import stages
+from .arguments import AttnResTrainingArguments, PretrainArguments
 from .checkpoints import model_fingerprint, rows_fingerprint, source_fingerprint
 from .config import (
     cannot_pack,
@@ -50,83 +49,28 @@ from .config import (
     read_config,
     training_arguments,
 )
-from .curves import plot_curves
-from .finetune import (
+from .runs import (
     FinetuneResult,
+    PretrainRun,
     begin,
+    card_names,
     check_output,
     checkpoint_to_resume,
+    dataset_name,
+    files_of_run,
     held_out_losses,
     metadata_of_base,
     run_folder,
     save_final,
+    train_to_the_end,
+    write_history,
 )
-from .trainer import AttnResTrainer, AttnResTrainingArguments
+from .stages import StageLoop, check_fields_over_stages
+from .trainer import AttnResTrainer
 
 
 RUN_FILE = "pretrain.yaml"
 STREAM_FILE = "stream.json"
-
-
-@dataclass
-class PretrainArguments:
-    """Model and data of a pretraining run.
-
-    Attributes:
-        dataset: id of a data set on the Hub, a file (JSONL, JSON, Parquet, text) or a folder of such files.
-        output_dir: where everything goes; the model to `final` in it.
-        model: a checkpoint to go on with, a folder or a Hub id. In its place
-        model_config: the fields of a model from scratch, or a folder or Hub id with a `config.json`. Its `model_type`
-            is attnres by default, with a `base_model_type`, and any other is a PreNorm twin.
-        tokenizer: folder or Hub id; by default that of `model`, or of the folder in `model_config`.
-        dataset_config: name of a configuration of a data set on the Hub.
-        split, eval_split: of the data set on the Hub.
-        eval_dataset: what to evaluate on. Without it and `eval_split`, documents from all over the data are held out.
-        eval_documents: how many documents to evaluate on, at most.
-        text_column: where the text is, if not in `text`.
-        streaming: read a data set of the Hub as it is trained on, in its order, without downloading all of it.
-        max_length: tokens of a row.
-        apart: keep documents that lie in one row apart. By default wherever the model can, which is said otherwise.
-        pp_size: stages of a pipeline, in as many processes.
-        tp_size: so many processes share each matrix of a stage. All others are replicas, with FSDP2.
-        schedule: of the pipeline, see `AttnResPipeline`. Its microbatches are the `gradient_accumulation_steps`.
-        stages_per_rank: how many stages a process has.
-    """
-
-    dataset: str
-    output_dir: str
-    model: str | None = None
-    model_config: dict | str | None = None
-    tokenizer: str | None = None
-    dataset_config: str | None = None
-    split: str = "train"
-    eval_split: str | None = None
-    eval_dataset: str | None = None
-    eval_documents: int = 100
-    text_column: str | None = None
-    streaming: bool = False
-    max_length: int = 1024
-    apart: bool | None = None
-    pp_size: int = 1
-    tp_size: int = 1
-    schedule: str = "1F1B"
-    stages_per_rank: int | None = None
-
-    @property
-    def over_stages(self) -> bool:
-        return self.pp_size * self.tp_size > 1
-
-
-@dataclass(frozen=True)
-class PretrainRun:
-    """All that a run needs but the weights, read and checked."""
-
-    arguments: PretrainArguments
-    training: AttnResTrainingArguments
-    model_config: PreTrainedConfig
-    tokenizer: PreTrainedTokenizerBase
-    train: PackedStream
-    held_out: Dataset
 
 
 def pretrain(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> FinetuneResult:
@@ -150,11 +94,10 @@ def pretrain(config: str | Path | dict[str, Any], overrides: dict[str, Any] | No
         checkpoint = begin(training, config, RUN_FILE, fingerprints, run.arguments.over_stages)
         train = train_over_stages if run.arguments.over_stages else train_with_trainer
         final, history, trainable, explanation = train(run, make_model(run), checkpoint, fingerprints)
-    files = [output / RUN_FILE, output / "history.json", output / "loss.png", output / "loss.svg"]
     rate = training.learning_rate if training.query_learning_rate is None else training.query_learning_rate
     if run.model_config.model_type != "attnres" or isinstance(rate, str):  # measured, and in the history
         rate = next((entry["query_learning_rate"] for entry in history if "query_learning_rate" in entry), None)
-    return FinetuneResult(final, history, trainable, explanation, files, rate)
+    return FinetuneResult(final, history, trainable, explanation, files_of_run(output, RUN_FILE), rate)
 
 
 def fingerprints_of(run: PretrainRun) -> dict[str, str | None]:
@@ -186,7 +129,7 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
     if arguments.model is not None and Path(arguments.model).is_dir():
         metadata_of_base(arguments.model)  # a card that cannot be read is told of now
     if arguments.over_stages:
-        stages.check_run(arguments, training, model_config, config)
+        check_fields_over_stages(arguments, training, model_config, config)
     else:
         checkpoint_to_resume(training, verify=False)  # of as many processes
     if arguments.tokenizer is not None and Path(arguments.tokenizer).expanduser().is_dir():
@@ -338,7 +281,7 @@ def make_model(run: PretrainRun) -> torch.nn.Module:
     else:
         model = AutoModelForCausalLM.from_config(run.model_config, dtype=torch.float32)
     align_special_tokens(model, run.tokenizer)  # as the Trainer does
-    if run.train.apart and (reason := data.sees_other_documents(model)) is not None:
+    if run.train.apart and (reason := sees_other_documents(model)) is not None:
         raise ValueError(f"Documents that lie in one row cannot be kept apart: {reason}. Set `apart: false`.")
     return model
 
@@ -388,33 +331,29 @@ def train_with_trainer(
     if "tensorboard" in training.report_to and run.model_config.model_type == "attnres":
         trainer.add_callback(DepthMapCallback(torch.tensor(run.held_out[0]["input_ids"])[None]))
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
-    trainer.train(resume_from_checkpoint=checkpoint)
-    if not any("eval_loss" in e and e["step"] == trainer.state.global_step for e in trainer.state.log_history):
-        trainer.evaluate()
-    if training.load_best_model_at_end:  # the last evaluation may have been of another model
-        trainer.evaluate(metric_key_prefix="final")
+    train_to_the_end(trainer, checkpoint)
     history = trainer.state.log_history
     if trainer.is_world_process_zero():
-        write_history(run, history)
+        write_history(output, "pretraining", history, f"Pretraining {output.absolute().name}")
     final = save_final(trainer, output, functools.partial(write_card, run, history))
     return final, history, trainable, trainer.explain_losses()
 
 
 def train_over_stages(
-    run: "PretrainRun",
+    run: PretrainRun,
     model: torch.nn.Module,
     checkpoint: str | None = None,
     fingerprints: dict[str, str | None] | None = None,
 ) -> tuple[Path, list, int, str | None]:
     """The same over the stages of a pipeline, or over tensor parallelism, in the processes of torchrun."""
-    loop = stages.StageLoop(run, model, checkpoint, fingerprints)
+    loop = StageLoop(run, model, checkpoint, fingerprints)
     trainable = sum(p.numel() for p in model.parameters() if p.requires_grad)
     del model
     loop.train()
     output = Path(run.arguments.output_dir)
     final = output / "final"
     if dist.get_rank() == 0:
-        write_history(run, loop.history)
+        write_history(output, "pretraining", loop.history, f"Pretraining {output.absolute().name}")
     with atomic_folder(final) if dist.get_rank() == 0 else contextlib.nullcontext(final) as folder:
         loop.pipeline.save_pretrained(folder)
         if dist.get_rank() == 0:
@@ -428,34 +367,26 @@ def train_over_stages(
     return final, loop.history, trainable, explanation
 
 
-def write_history(run: PretrainRun, history: list[dict[str, Any]]):
-    output = Path(run.arguments.output_dir)
-    write_file(output / "history.json", json.dumps(history, indent=1))
-    plot_curves({"pretraining": history}, output / "loss", title=f"Pretraining {output.absolute().name}")
-
-
 def write_card(run: PretrainRun, history: list[dict[str, Any]], folder: Path):
     """The card of the model, named like the repository it goes to, or like `output_dir`."""
     arguments, losses = run.arguments, held_out_losses(history)
     if run.model_config.model_type != "attnres":
         return
-    output, on_hub = Path(arguments.output_dir), run.training.hub_model_id
-    name = output.absolute().name
     training = {
         "base": None if arguments.model is None else Path(arguments.model).name,
         "has_queries": True,
         "mode": "pretrain",
-        "dataset": Path(arguments.dataset).name if Path(arguments.dataset).exists() else arguments.dataset,
+        "dataset": dataset_name(arguments.dataset),
         "steps": run.training.max_steps,
         "before": losses[0] if losses else None,
         "after": losses[-1] if losses else None,
     }
-    repo_id = on_hub or f"{name if output.is_absolute() else output}/final"
+    title, repo_id = card_names(arguments.output_dir, run.training.hub_model_id)
     write_model_card(
         folder,
         repo_id=repo_id,
-        title=on_hub.split("/")[-1] if on_hub else name,
-        on_hub=bool(on_hub),
+        title=title,
+        on_hub=bool(run.training.hub_model_id),
         base_metadata=None if arguments.model is None else metadata_of_base(arguments.model),
         training=training,
     )

@@ -11,7 +11,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -23,22 +23,19 @@ from tqdm.auto import tqdm  # type: ignore[import-untyped]
 from transformers import PreTrainedConfig, PreTrainedModel, Trainer, get_scheduler
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
-from ..base import families
+from ..base.families import survey
 from ..base.probe import decoder_layers
 from ..base.slices import PassThrough
 from ..checkpoints.checkpoint import load_language_model
 from ..data.packed_rows import POSITION, collate
 from ..data.rows import IGNORED_LABEL
 from ..parallel import AttnResPipeline
-from ..parallel.pipeline import microbatches_needed, ranks_of_stages, spread
+from ..parallel.schedule import microbatches_needed, ranks_of_stages, spread
 from ..utils.files import write_file
+from .arguments import AttnResTrainingArguments, PretrainArguments
 from .checkpoints import MANIFEST, write_manifest
 from .optimizer import separate_queries, with_muon
-from .trainer import AttnResTrainingArguments
-
-
-if TYPE_CHECKING:
-    from .pretrain import PretrainArguments, PretrainRun
+from .runs import PretrainRun
 
 
 STATE_FILE = "trainer_state.json"
@@ -60,8 +57,8 @@ def steps_of(interval: float | None, max_steps: int) -> int:
     return math.ceil(interval * max_steps) if interval and interval < 1 else int(interval or max_steps)
 
 
-def check_run(
-    arguments: "PretrainArguments",
+def check_fields_over_stages(
+    arguments: PretrainArguments,
     training: AttnResTrainingArguments,
     model_config: PreTrainedConfig,
     config: dict[str, Any],
@@ -102,7 +99,7 @@ def check_run(
     spread(len(model_config.sublayers_per_layer()), num_stages)
 
 
-def count_stages(arguments: "PretrainArguments") -> int:
+def count_stages(arguments: PretrainArguments) -> int:
     stages_per_rank = arguments.stages_per_rank or (1 if arguments.schedule.lower() in ("1f1b", "gpipe") else 2)
     return len(ranks_of_stages(arguments.pp_size, stages_per_rank, arguments.schedule))
 
@@ -111,7 +108,7 @@ def check_matrices(config: PreTrainedConfig, tp_size: int):
     """Raise a `ValueError` where tensor parallelism would train with wrong gradients, or is not known not to."""
     name = config.base_model_type
     no_plan = f"transformers {transformers.__version__} has no plan for it"
-    found = families.survey()["supported"].get(name, {}).get("tp_training", no_plan)
+    found = survey()["supported"].get(name, {}).get("tp_training", no_plan)
     if isinstance(found, float) and not config.base_model_tp_plan:
         base_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(config.to_base_config())]
         found = found if base_class._tp_plan else no_plan  # of a newer version only
@@ -167,7 +164,7 @@ class StageLoop:
 
     def __init__(
         self,
-        run: "PretrainRun",
+        run: PretrainRun,
         model: torch.nn.Module,
         checkpoint: str | None = None,
         fingerprints: dict[str, str | None] | None = None,

@@ -1,52 +1,26 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """transformers' Trainer, with a learning rate of their own for the depth queries, and a look at what they do."""
 
-import math
 import shutil
-from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from torch import nn
-from transformers import ProgressCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import ProgressCallback, Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback
 from transformers.trainer_utils import rotate_checkpoints
 from transformers.utils import logging
 
+from ..base.library_lookups import is_depth_query
+from .arguments import AttnResTrainingArguments
 from .checkpoints import write_manifest
-from .learning_rate import AUTO, best_rate, check_optimizer, check_query_rate, measure_losses
+from .depth_metrics import depth_metrics, draw_rows, read_queries
+from .learning_rate import AUTO, best_rate, check_optimizer, measure_losses
 from .loss_guard import LossGuard
 from .optimizer import separate_queries, with_muon
 
 
 logger = logging.get_logger(__name__)
-
-
-@dataclass
-class AttnResTrainingArguments(TrainingArguments):
-    """`TrainingArguments` and what the depth queries need. The default decay comes from docs/results.md."""
-
-    query_learning_rate: float | str | None = field(
-        default=AUTO,
-        metadata={
-            "help": "Peak learning rate of queries and key norms; `auto` measures it before the first step, null takes"
-            " `learning_rate`."
-        },
-    )
-    query_weight_decay: float = field(
-        default=0.0, metadata={"help": "Weight decay of the queries; it pulls them back to a PreNorm model."}
-    )
-
-    muon_learning_rate: float | None = field(
-        default=None,
-        metadata={
-            "help": "Peak learning rate of the weight matrices of the layers, which Muon then trains, and not `optim`."
-        },
-    )
-
-    def __post_init__(self):
-        self.query_learning_rate = check_query_rate(self.query_learning_rate)
-        super().__post_init__()
 
 
 class AttnResTrainer(Trainer):
@@ -73,8 +47,8 @@ class AttnResTrainer(Trainer):
             if self.pop_callback(loud) is not None:
                 self.add_callback(quiet)
         self.add_callback(_BeginTraining(self))
-        self.initial_queries = self.read_queries()
-        self._observed = None
+        self.initial_queries = read_queries(self.model)
+        self._metric_rows: dict[str, torch.Tensor] | None = None
         self._measured: dict[str, float] = {}
         self._guard, self._warned = LossGuard(), False
         # Of a run that goes on where it was: what its checkpoints say that they were trained on
@@ -97,7 +71,7 @@ class AttnResTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps: int, optimizer: torch.optim.Optimizer | None = None):
         # The model lies where it trains, and what a checkpoint says of the run is read
-        queries = {id(p) for name, p in self.model.named_parameters() if ".depth_queries." in f".{name}"}
+        queries = {id(p) for name, p in self.model.named_parameters() if is_depth_query(name)}
         groups = (optimizer or self.optimizer).param_groups
         groups = [group for group in groups if all(id(parameter) in queries for parameter in group["params"])]
         if groups and getattr(self.args, "query_learning_rate", None) == AUTO:
@@ -190,7 +164,7 @@ class AttnResTrainer(Trainer):
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if ("loss" in logs or "eval_loss" in logs) and self.initial_queries is not None:
-            logs |= self.observe()
+            logs |= self.depth_metrics()
         super().log(logs, start_time)
         if "loss" in logs:
             self._guard.add_steps({step: loss.item() for step, loss in self._step_losses.items()})
@@ -201,64 +175,20 @@ class AttnResTrainer(Trainer):
         """Say once, in the process that talks, that the training does harm."""
         if risen is not None and not self._warned and self.is_world_process_zero():
             self._warned = True
-            logger.warning(f"{risen} (step {self.state.global_step}). Stop the run and {self.way_out()}")
+            logger.warning(f"{risen} (step {self.state.global_step}). Stop the run and {self.advice()}")
 
-    def way_out(self) -> str:
+    def advice(self) -> str:
         """What to do against a loss that rises."""
-        trained = {".depth_queries." in f".{n}" for n, p in self.model.named_parameters() if p.requires_grad}
+        trained = {is_depth_query(name) for name, p in self.model.named_parameters() if p.requires_grad}
         rates = [f"query_learning_rate (now {self.query_learning_rate:g})"] if True in trained else []
         rates += [f"learning_rate (now {self.args.learning_rate:g})"] if False in trained else []
         return f"start again in another folder with a lower {' and '.join(rates)}, a third of it or less."
 
-    @torch.no_grad()
-    def read_queries(self) -> torch.Tensor | None:
-        """The folded queries, those of the adapter if there is one, `[sites, hidden]`; `None` for a model without.
-
-        Of queries that see the input, what is zero at first in their projections comes behind them: `[sites, n]`.
-        """
-        # The module is not called for them: FSDP allows that in a forward pass of the whole model only
-        found = {
-            name.split(".")[-1]: parameter.full_tensor() if hasattr(parameter, "full_tensor") else parameter
-            for name, parameter in self.model.named_parameters()
-            if ".depth_queries." in f".{name}" and ".original_module." not in name
-        }
-        if not found:
-            return None
-        parts = [found[name].float() for name in ("query", "projection", "projection_down") if name in found]
-        if "query" in found:
-            parts[0] = parts[0] * found["key_norm"].float()
-        return torch.cat([part.flatten(1) for part in parts], dim=1)
-
-    @torch.no_grad()
-    def observe(self) -> dict[str, float]:
-        if self._observed is None:
-            with torch.random.fork_rng():  # a data loader draws from the generator that training goes on with
-                loader = self.get_train_dataloader() if self.eval_dataset is None else self.get_eval_dataloader()
-                batch = next(iter(loader))
-            self._observed = {k: batch[k][:2] for k in ("input_ids", "attention_mask", "position_ids") if k in batch}
-        batch = self._prepare_inputs(self._observed)
-        training = self.model.training
-        self.model.eval()
-        with self.compute_loss_context_manager():
-            reads = self.model(**batch, output_depth_attentions=True, use_cache=False).depth_attentions
-        self.model.train(training)
-        norms = self.read_queries().norm(dim=-1)
-        mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
-        if "position_ids" in batch:  # packed: padding, and the first token of a document, are at position 0
-            mask &= batch["position_ids"] > 0
-        entropies = {}
-        for site, weights in enumerate(reads):
-            if weights.shape[-1] > 1:
-                # Weights of other kinds than the softmax do not sum to 1
-                parts = weights[mask] / weights[mask].sum(-1, keepdim=True).clamp_min(1e-30)
-                entropy = torch.special.entr(parts).sum(-1).mean() / math.log(weights.shape[-1])
-                entropies[site] = entropy.item()
-        return {
-            "query_norm": norms.mean().item(),
-            "depth_entropy": sum(entropies.values()) / len(entropies),
-            **{f"depth/query_norm_{site:03}": norms[site].item() for site in entropies},
-            **{f"depth/entropy_{site:03}": entropy for site, entropy in entropies.items()},
-        }
+    def depth_metrics(self) -> dict[str, float]:
+        """Norms of the queries and entropies of the depth weights as they are now, by the names in the log."""
+        if self._metric_rows is None:
+            self._metric_rows = draw_rows(self)
+        return depth_metrics(self, self._metric_rows)
 
     def explain_losses(self) -> str | None:
         """One line if the held-out loss is above that of the start, with what to do about it."""
@@ -268,7 +198,7 @@ class AttnResTrainer(Trainer):
             return None
         return (
             f"The model is worse than it was at the start: the held-out loss has risen from {losses[0]:.4f} to"
-            f" {losses[-1]:.4f}. Do not use it; {self.way_out()}"
+            f" {losses[-1]:.4f}. Do not use it; {self.advice()}"
         )
 
     def explain_queries(self) -> str | None:
@@ -277,7 +207,7 @@ class AttnResTrainer(Trainer):
             "depth_queries.projection" in n for n, _ in self.model.named_parameters()
         ):
             return None  # what a projection does depends on the size of what it sees
-        moved = (self.read_queries() - self.initial_queries).norm(dim=-1).max().item()
+        moved = (read_queries(self.model) - self.initial_queries).norm(dim=-1).max().item()
         losses = [entry["eval_loss"] for entry in self.state.log_history if "eval_loss" in entry]
         measured = getattr(self.args, "query_learning_rate", None) == AUTO
         # Keys have a norm of sqrt(hidden) and random directions: a query of norm 0.05 moves a score by about 0.05. One
@@ -285,14 +215,14 @@ class AttnResTrainer(Trainer):
         if moved >= 0.05 or (measured and losses and losses[-1] < losses[0]):
             return None
         lr, decay = self.query_learning_rate, getattr(self.args, "query_weight_decay", self.args.weight_decay)
-        way_out = (
+        advice = (
             f"Train longer (query_learning_rate was measured as {lr:g})"
             if measured
             else f"Raise query_learning_rate (now {lr:g}) or train longer"
         )
         return (
             f"The depth queries have hardly moved, by a norm of {moved:.1e} at most in {self.state.global_step} steps,"
-            f" and all depths are still read about equally. {way_out}"
+            f" and all depths are still read about equally. {advice}"
             + (f", and lower query_weight_decay (now {decay:g})." if decay else ".")
         )
 

@@ -10,13 +10,16 @@ def default_device() -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def reason_against_device(device: str) -> str | None:
-    """What torch says if a tensor cannot be put there, in one line; `None` if it can."""
+def check_device(device: str, problem: str = "cannot be used here"):
+    """Raise a `ValueError` if torch cannot put a tensor there.
+
+    Args:
+        problem: what the error says of the device, before the reason that torch gives.
+    """
     try:
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
-        return str(error).splitlines()[0]
-    return None
+        raise ValueError(f"`device={device!r}` {problem}: {str(error).splitlines()[0]}") from None
 
 
 def is_dtype(name: str) -> bool:

@@ -48,7 +48,7 @@ def judge(check_program: str, timeout: float = 3) -> bool:
     return judged(program, tests) == "passed"
 
 
-judge.sandboxed = True  # type: ignore[attr-defined]  # what `harness.in_sandbox` looks for
+judge.sandboxed = True  # type: ignore[attr-defined]  # what `benchmarks.in_sandbox` looks for
 
 
 def program_and_tests(code: str, input: str, output: str, assertion: str) -> tuple[str, str]:

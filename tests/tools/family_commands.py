@@ -26,7 +26,6 @@ from family_survey import native_model
 from tiny_models import randomize_queries
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-import attnres.eval.evaluate
 from attnres.conversion import convert, export_checkpoint, import_checkpoint
 from attnres.conversion.exchange import norm_eps
 from attnres.data.text import read_sample, train_tokenizer
@@ -66,7 +65,8 @@ def tasks() -> str:
     (folder / "test.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     task = {**TASK, "dataset_kwargs": {"data_files": {"test": str(folder / "test.jsonl")}}}
     (folder / "family_choice.yaml").write_text(yaml.safe_dump(task))
-    attnres.eval.task_manager = functools.cache(attnres.eval.task_manager)
+    module = sys.modules[evaluate.__module__]
+    module.task_manager = functools.cache(module.task_manager)
     return str(folder)
 
 

@@ -143,8 +143,8 @@ MUTATIONS = [
     ("base/forward.py", "torch.zeros_like(stream.newest)", "stream.newest", PIPELINES),
     ("base/slices.py", "(hidden_states, *[None] * (self.num_values - 1))", "hidden_states", PIPELINES),
     ("base/slices.py", "(SliceEnd if i == end else PassThrough)", "PassThrough", PIPELINES),
-    ("parallel/pipeline.py", "        if found[0] != -found[1]:", "        if False:", PIPELINES),
-    ("parallel/pipeline.py", "        if different:", "        if False:", PIPELINES),
+    ("parallel/agreement.py", "    if found[0] != -found[1]:", "    if False:", PIPELINES),
+    ("parallel/agreement.py", "        if different:", "        if False:", PIPELINES),
     ("parallel/pipeline.py", "if tensor.ndim and tensor.shape != parameter.shape:", "if False:", PIPELINES),
     ("parallel/prefill.py", "types.MethodType(functools.partial(start_divided, group=group), model.trunk)", "functools.partial(start_divided, model.trunk, group=group)", PIPELINES),
     # Pretraining

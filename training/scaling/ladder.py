@@ -22,8 +22,9 @@ from transformers import AutoModelForCausalLM, PreTrainedConfig, __version__, se
 from ...utils.files import append_json, read_json_lines, write_file
 from ...utils.timing import alternate
 from ...utils.untrusted import read_json, read_yaml
-from .. import pretrain
-from ..pretrain import PretrainArguments, read_model_config
+from ..arguments import PretrainArguments
+from ..config import KIND_NAMES
+from ..pretrain import pretrain, read_model_config
 from .sweep import next_rate
 
 
@@ -33,14 +34,10 @@ LADDER_FILE, RUNS_FILE, TIMES_FILE = "ladder.yaml", "runs.jsonl", "times.json"
 FLOPS_PER_PARAMETER = 6
 # Of a step, by default
 STEP_SIZES = {"per_device_train_batch_size": 8, "gradient_accumulation_steps": 1, "max_length": 1024}
-# What the types of the fields are called, and what YAML makes of them. It takes 2e1 for text
-KINDS: dict[type, tuple[str, Any]] = {
-    str: ("text", str),
-    int: ("a whole number", int),
-    float: ("a number such as 20 or 2.0e+1", (int, float)),
-    tuple: ("a list of numbers such as [4.0e-3, 8.0e-3]", list),
-    dict: ("a list of `field: value`", dict),
-}
+# Numbers with an example, as YAML takes 2e1 for text
+WANTED = KIND_NAMES | {float: "a number such as 20 or 2.0e+1", tuple: "a list of numbers such as [4.0e-3, 8.0e-3]"}
+# What YAML makes of the types of fields, where that is another one
+YAML_TYPES: dict[type, Any] = {float: (int, float), tuple: list}
 console = Console()
 
 
@@ -164,12 +161,11 @@ def read_ladder(path: str | Path) -> Ladder:
 
 
 def _check_kind(value: Any, kind: type, name: str, path: str):
-    wanted, types = KINDS[kind]
-    fits = isinstance(value, types) and not isinstance(value, bool)
+    fits = isinstance(value, YAML_TYPES.get(kind, kind)) and not isinstance(value, bool)
     if kind is tuple and fits:
         fits = all(map(_is_number, value))
     if not fits:
-        raise ValueError(f"`{path}`: `{name}` has to be {wanted}, and is {value!r}.")
+        raise ValueError(f"`{path}`: `{name}` has to be {WANTED[kind]}, and is {value!r}.")
 
 
 def _is_number(value: Any) -> bool:
@@ -185,7 +181,7 @@ def _check_fields(ladder: Ladder, path: str):
     """What is inside of the fields."""
     for size, fields in ladder.sizes.items():
         if not isinstance(fields, dict) or not fields:
-            raise ValueError(f"`{path}`: size `{size}` has to be {KINDS[dict][0]}, and is {fields!r}.")
+            raise ValueError(f"`{path}`: size `{size}` has to be {WANTED[dict]}, and is {fields!r}.")
     for arm, fields in ladder.arms.items():
         if fields is not None:
             _check_kind(fields, dict, f"arms: {arm}", path)

@@ -1,0 +1,96 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The commands that give models to others: behind a server, and on the Hub."""
+
+import enum
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .checks import need_checkpoints, need_folders
+from .console import WroteJson, json_option, only_json_on_stdout, print_json, say, say_written
+
+
+CheckpointFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an AttnRes checkpoint.")]
+
+
+def card(
+    folder: CheckpointFolder,
+    base_model: Annotated[str | None, typer.Option(help="Hub id of the base, for the metadata.")] = None,
+    repo_id: Annotated[str | None, typer.Option(help="Hub id of the checkpoint, for the examples.")] = None,
+    evaluation: Annotated[Path | None, typer.Option(help="Folder of `attnres eval` with this checkpoint.")] = None,
+    as_json: WroteJson = False,
+):
+    """Write the model card of a checkpoint anew; entries of its metadata are kept."""
+    with only_json_on_stdout(as_json):
+        need_folders([folder, evaluation])
+        need_checkpoints([str(folder)])
+        from ..model_cards.card import write_model_card
+
+        base_metadata = {"base_model": base_model} if base_model else None
+        path = write_model_card(folder, base_metadata=base_metadata, repo_id=repo_id, evaluation=evaluation)
+    if as_json:
+        print_json({}, [path])
+    else:
+        say_written([path])
+
+
+def push(
+    folder: CheckpointFolder,
+    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="user/name on the Hub.")],
+    private: Annotated[bool, typer.Option("--private", help="Create the repository private.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be pushed, and what not.")] = False,
+    as_json: Annotated[bool, json_option("files (their bytes), left_out, url, commit (null of a dry run)")] = False,
+):
+    """Put a checkpoint on the Hub, with the code that loads it where attnres is not installed."""
+    with only_json_on_stdout(as_json):
+        need_folders([folder])
+        need_checkpoints([str(folder)])
+        from ..model_cards.hub import plan_push, push
+
+        plan = plan_push(folder, repo_id)
+        if dry_run and not as_json:
+            for name in sorted(plan.files):
+                say(f"Would push {name}, {plan.num_bytes(name):,} bytes")
+        for name in plan.left_out:
+            say(f"Left out {name}: it is not part of a checkpoint")
+        commit = None if dry_run else push(folder, repo_id, private=private)
+    if as_json:
+        url, oid = (None, None) if commit is None else (str(commit.repo_url), commit.oid)
+        sizes = {name: plan.num_bytes(name) for name in sorted(plan.files)}
+        print_json({"files": sizes, "left_out": plan.left_out, "url": url, "commit": oid})
+    elif commit is not None:
+        say(f"Pushed to {commit.repo_url}, commit {commit.oid}")
+
+
+class Engine(str, enum.Enum):
+    transformers = "transformers"
+    vllm = "vllm"
+
+
+def serve(
+    context: typer.Context,
+    model: Annotated[
+        str | None,
+        typer.Argument(help="Folder or Hub id. Without one, transformers' server loads what requests name."),
+    ] = None,
+    engine: Annotated[Engine, typer.Option(help="Whose server.")] = Engine.transformers,
+    max_prompt_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Refuse longer prompts. [default: the context of the model]")
+    ] = None,
+    max_new_tokens: Annotated[
+        int | None, typer.Option(min=1, help="Refuse requests for longer answers. [default: 4096]")
+    ] = None,
+):
+    """Serve checkpoints with an OpenAI-compatible API. All other options are the engine's.
+
+    Of transformers' server: --port 8000, --host localhost, --continuous-batching, --dtype bfloat16, --device cpu,
+    --model-timeout 300 (`transformers serve --help` has all). Of vLLM: those of `vllm serve`.
+    """
+    from ..serving import server
+
+    options = context.args
+    if model is not None and model.startswith("-"):  # an option that is not ours stands in front, and is no model
+        model, options = None, [model, *options]
+    run = server.serve_with_vllm if engine == Engine.vllm else server.serve_with_transformers
+    run(model, options, max_prompt_tokens, max_new_tokens)

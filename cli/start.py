@@ -1,0 +1,131 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The commands to begin with: a demonstration, which decoders can be a base, and what is installed here."""
+
+import importlib
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from ..utils.files import check_writable
+from .checks import need_checkpoints, need_packages
+from .console import Revision, console, json_option, only_json_on_stdout, print_json
+
+
+# What results depend on, and what shows whether it can be imported: transformers itself imports little
+ENVIRONMENT = {
+    "transformers": "transformers.modeling_utils",
+    "torch": "torch",
+    "triton": "triton",
+    "flash-linear-attention": "fla",
+    "accelerate": "accelerate",
+    "peft": "peft",
+    "datasets": "datasets",
+    "lm-eval": "lm_eval",
+}
+
+
+def demo(
+    model: Annotated[
+        str | None,
+        typer.Option(help="Checkpoint to use, a folder or a Hub id. By default a small Qwen3 is trained first."),
+    ] = None,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the checkpoints.")] = Path("attnres-demo"),
+    num_blocks: Annotated[int, typer.Option(min=1, help="Number of AttnRes blocks.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Training steps of the small model.")] = 300,
+):
+    """Turn a PreNorm model into an AttnRes one and show that it computes the same. Offline, on a CPU, in minutes."""
+    need_packages("demo")
+    need_checkpoints([model])
+    check_writable(output)
+    from .demo import run_demo
+
+    run_demo(model=model, output=output, num_blocks=num_blocks, steps=steps)
+
+
+def families(
+    types: Annotated[
+        list[str] | None, typer.Argument(metavar="[TYPE]...", help="Model types. \\[default: all]")
+    ] = None,
+    probe: Annotated[str | None, typer.Option(metavar="FOLDER_OR_ID", help="Look at a checkpoint's code.")] = None,
+    revision: Revision = None,
+    trust_remote_code: Annotated[
+        bool, typer.Option("--trust-remote-code", help="Run the code that the checkpoint brings.")
+    ] = False,
+    as_json: Annotated[
+        bool, json_option("transformers, supported, refused, others; of a probe model_type, num_sites, layers")
+    ] = False,
+):
+    """Show which decoders can be a base, or whether a checkpoint can: where its code reads and writes the stream."""
+    if probe is not None and not types:
+        need_checkpoints([probe], revision)
+    from ..base.families import survey, survey_table
+    from ..checkpoints.checkpoint import read_config
+    from ..conversion.probe_report import describe_probe, probe_report
+
+    if probe is not None and types:
+        raise typer.BadParameter("--probe looks at one checkpoint, and takes no model types.")
+    if probe is not None:
+        with only_json_on_stdout(as_json):
+            config = read_config(probe, revision, trust_remote_code)
+            result = probe_report(config) if as_json else describe_probe(config)
+        if as_json:
+            print_json(result)
+        else:
+            print("\n".join(result))
+    elif as_json:
+        print_json(survey(types))
+    else:
+        table, summary = survey_table(types)
+        console.print(table)
+        console.print(summary, highlight=False)
+
+
+def env(as_json: Annotated[bool, json_option("attnres, python, platform, packages, errors, reads")] = False):
+    """Show versions, what cannot be imported, devices, and which code computes reads over depth on them and why."""
+    import platform
+
+    from .. import __version__
+
+    with only_json_on_stdout(as_json):
+        found = {"attnres": __version__, "python": platform.python_version(), "platform": platform.platform()}
+        found["packages"] = packages = {package: _installed_version(package) for package in ENVIRONMENT}
+        found["errors"] = errors = {
+            package: error
+            for package, module in ENVIRONMENT.items()
+            if packages[package] is not None and (error := _import_error(module))
+        }
+        error = _import_error("attnres.depth.backends")
+        found["reads"] = None
+        if error is None:
+            from ..depth.backends import describe
+
+            found["reads"] = describe()
+    if as_json:
+        print_json(found)
+        return
+    print(f"attnres {__version__}, Python {found['python']}, {found['platform']}")
+    for package, version in packages.items():
+        row = f"{package} {version or 'not installed'}"
+        print(f"{row}, cannot be imported: {errors[package]}" if package in errors else row)
+    print("Reads over depth (ATTNRES_BACKEND chooses another way)")
+    for line in [f"not known: {error}"] if found["reads"] is None else found["reads"]:
+        print(f"  {line}")
+
+
+def _installed_version(package: str) -> str | None:
+    from importlib import metadata
+
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def _import_error(module: str) -> str | None:
+    """Why a module cannot be imported, in one line; `None` if it can."""
+    try:
+        importlib.import_module(module)
+    except (Exception, SystemExit) as error:  # anything can be raised where packages do not fit each other
+        return " ".join(f"{type(error).__name__}: {error}".split())
+    return None
