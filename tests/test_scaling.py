@@ -310,10 +310,10 @@ def test_a_ladder(folder, run_attnres):
             run_ladder("ladder.yaml", "out")
     assert len(results_of("out")) == 3
     run_ladder("ladder.yaml", "out")
-    results, ladder = results_of("out"), read_ladder("ladder.yaml")
+    results, read = results_of("out"), read_ladder("ladder.yaml")
     assert not (folder / "out/work").exists()
     for run, result in results.items():
-        assert 2 < result["loss"] < math.log(400) + 3 and result["tokens"] == ladder.steps_of(run.size) * 128
+        assert 2 < result["loss"] < math.log(400) + 3 and result["tokens"] == read.steps_of(run.size) * 128
         assert result["compute"] == 6 * result["parameters"] * result["tokens"]
     added = {run.arm: r["trainable_parameters"] for run, r in results.items() if run.size == "large"}
     assert added["full"] == added["blocks"] == added["prenorm"] + 2 * 7 * 32
