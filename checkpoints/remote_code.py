@@ -9,7 +9,6 @@ import ast
 import functools
 import hashlib
 from importlib import resources
-from importlib.resources.abc import Traversable
 from pathlib import Path
 
 from .. import __version__
@@ -19,10 +18,6 @@ ENTRY = "modeling_attnres"
 # At the end of the config's file. transformers finds the files to copy by the text of imports, and would leave out the
 # model where a config is loaded and saved alone
 ALL_FILES = f"\n\nif False:\n    from .{ENTRY} import AttnResModel  # noqa: F401\n"
-
-
-def _file_of(package: Traversable, module: tuple[str, ...]) -> Traversable:
-    return package.joinpath(*module[:-1], f"{module[-1]}.py")
 
 
 def _imports(tree: ast.AST, module: tuple[str, ...]) -> dict[ast.ImportFrom, tuple[str, ...]]:
@@ -65,7 +60,8 @@ def code_files() -> dict[str, bytes]:
         name = f"{'_'.join(module)}.py"
         if name in files:
             continue
-        source, imported = _flattened(_file_of(package, module).read_text(encoding="utf-8"), module)
+        path = package.joinpath("/".join(module) + ".py")
+        source, imported = _flattened(path.read_text(encoding="utf-8"), module)
         files[name] = (source + ALL_FILES * (name == "configuration_attnres.py")).encode()
         waiting += imported
     return dict(sorted(files.items()))

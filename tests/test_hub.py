@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -261,6 +262,28 @@ def test_convert_from_the_hub(hub, checkpoint, tmp_path, tokenizer):
     assert "they differ, first at" in attnres(hub, "verify", "tester/base", tmp_path / "old", code=1)
     hub.__exit__()
     attnres(hub, "convert", "tester/base", tmp_path / "offline", "--no-verify")
+
+
+CONVERT_ONCE = """
+import sys
+from attnres.conversion import convert
+convert("tester/base", sys.argv[1], verify=False)
+"""
+
+
+@pytest.mark.slow
+def test_the_hub_is_asked_once(hub, checkpoint, tmp_path):
+    """Whether it is there, for the config, and for what else is new: whether from Python or from a shell."""
+    python(hub, PUBLISH_BASE, tmp_path / "base")
+    for number, name in enumerate(("first", "second")):
+        hub.requests.clear()
+        python(hub, CONVERT_ONCE, tmp_path / name)
+        heads = [request for request in hub.requests if request.startswith("HEAD")]
+        assert heads.count("HEAD /") == 1 and heads.count("HEAD /tester/base/resolve/main/config.json") == 1
+        assert len(heads) == len(set(heads)) and number == (len(heads) == 2)
+    hub.requests.clear()
+    attnres(hub, "convert", "tester/base", tmp_path / "third", "--no-verify")
+    assert Counter(hub.requests) == {"HEAD /": 2, "HEAD /tester/base/resolve/main/config.json": 1}
 
 
 @pytest.mark.slow

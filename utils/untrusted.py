@@ -9,7 +9,7 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -198,10 +198,11 @@ def opened_files(folder: Path) -> Iterator[Path]:
                     yield path
 
 
-def check_folder(folder: str | Path, *, follow_links: bool):
+def check_folder(folder: str | Path, *, follow_links: bool, parsed: Container[str] = ()):
     """Look at all files that a loader would open in the folder of a checkpoint or an adapter, before it does.
 
     Args:
+        parsed: names of files that have been read already, by `read_json`.
         follow_links: whether links out of the folder are taken for what their owner wants to be read. Where files are
             copied they are refused.
 
@@ -217,7 +218,7 @@ def check_folder(folder: str | Path, *, follow_links: bool):
             raise ValueError(f"`{path}` is a link to nowhere: remove it, or put the file itself there.")
         names.append(path.relative_to(folder).as_posix())
         check_file(path)
-        if path.name in PARSED:
+        if path.name in PARSED and path.name not in parsed:
             read_json(path)
     if not follow_links:
         check_inside(folder, names)
