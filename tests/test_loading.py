@@ -316,7 +316,7 @@ def test_a_card_that_cannot_be_made_is_told(monkeypatch):
     def fail(*args, **kwargs):
         raise ImportError("jinja2 is required to render a card")
 
-    monkeypatch.setattr(attnres.model_cards, "push_card_if_missing", fail)
+    monkeypatch.setattr(attnres.model_cards.card, "push_card_if_missing", fail)
     with pytest.raises(ImportError, match="jinja2 is required"):
         convert(tiny_base_model("llama"), 3).push_to_hub("somebody/model")
 
