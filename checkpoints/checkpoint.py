@@ -80,7 +80,7 @@ COMPANIONS = {
         *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
         *("recipe.yaml", "quant*_config.json", BASE_CONFIG_NAME),
         *("hf_quant_config.json", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
-        *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "generation_*.py", "depth_*.py"),
+        *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),
         *("README*.md", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*", "CITATION*", *REPORT_NAMES),
         ".gitattributes",
     ),

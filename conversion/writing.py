@@ -24,6 +24,7 @@ from ..checkpoints.checkpoint import (
     open_checkpoint,
     refuse_links_out,
 )
+from ..checkpoints.remote_code import code_files
 from ..checkpoints.reports import ConversionReport, SourceWeights
 from ..data.text import read_sample
 from ..depth.reads import Read
@@ -197,7 +198,8 @@ def cards_to_keep(conversion: Conversion) -> dict[str, str | None]:
     """
     source = conversion.source
     maps = (name for name in source.companions if name.startswith("depth/") and source.is_attnres)
-    code = source.code if source.is_attnres else ()  # which goes along with the config, see `write_config`
+    # Which goes along with a config that names it, see `write_config`
+    code = (*source.code, *code_files()) if source.is_attnres else ()
     stay = ("README.md", BASE_CARD_NAME, BASE_CONFIG_NAME, *REPORT_NAMES, *maps, *code)
     names: dict[str, str | None] = dict.fromkeys(stay)
     if conversion.depth_config is not None:

@@ -19,9 +19,8 @@ from tiny_gguf import write_gguf
 from tiny_models import WITHOUT_PACKAGE, mostly_slow, randomize_queries, tiny_base_model
 from tiny_models import convert as convert_in_memory
 from transformers import AutoModelForCausalLM
-from transformers.dynamic_module_utils import get_relative_import_files
 
-from attnres import __version__, modeling_attnres
+from attnres import __version__
 from attnres.checkpoints.remote_code import code_files
 from attnres.conversion import convert, revert
 from attnres.data.text import read_sample, train_tokenizer
@@ -105,13 +104,6 @@ def assert_loads_without_package(hub, repo_id, local, tmp_path):
         assert torch.equal(model.model(results["input_ids"])[0], results["AutoModel"])
     generated = model.generate(results["input_ids"], max_new_tokens=6, do_sample=False)
     assert torch.equal(generated, results["generated"])
-
-
-def test_the_code_is_whole():
-    """What transformers follows the imports of a checkpoint's code to is what goes with the checkpoint."""
-    modeling = Path(modeling_attnres.__file__)
-    imported = map(Path, get_relative_import_files(str(modeling)))
-    assert {modeling.name, *(path.name for path in imported)} == CODE
 
 
 @pytest.mark.slow
