@@ -5,13 +5,12 @@ import contextlib
 import fnmatch
 import functools
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from huggingface_hub import snapshot_download
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
@@ -44,11 +43,14 @@ from ..utils.untrusted import (
     refuse_pickle,
     stranger_errors_explained,
 )
-from .location import hub_can_be_reached, hub_errors_explained, local_folder, read_config_dict
+from .location import local_folder, locate, read_config_dict
 
 
 INDEX_NAME = "model.safetensors.index.json"
 REPORT_NAMES = ("conversion_report.json", "conversion_report.md")
+# Of the configs of AttnRes models: that of a decoder, and that of a model whose language model has one
+DECODER_TYPE = "attnres"
+ATTNRES_TYPES = (DECODER_TYPE, "attnres_multimodal")
 # The config of the base as it was, which comes back with the base
 BASE_CONFIG_NAME = "config.base.json"
 # Names of classes without the head of a language model. Others are those of one, if the tensors fit
@@ -78,7 +80,7 @@ COMPANIONS = {
         *("preprocessor_config.json", "video_preprocessor_config.json", "processor_config.json"),
         *("recipe.yaml", "quant*_config.json", BASE_CONFIG_NAME),
         *("hf_quant_config.json", "modules.json", "config_sentence_transformers.json", "sentence_bert_config.json"),
-        *("configuration_*.py", "modeling_*.py", "tokenization_*.py", "generation_*.py", "depth_*.py"),
+        *("configuration_*.py", "modeling_*.py", "tokenization_*.py"),
         *("README*.md", "LICENSE*", "LICENCE*", "NOTICE*", "COPYING*", "USE_POLICY*", "CITATION*", *REPORT_NAMES),
         ".gitattributes",
     ),
@@ -96,6 +98,12 @@ def auto_class_of(base_model_type: str) -> type:
     """The Auto class by which multimodal models of a type are loaded: that of images, or one that has others too."""
     sees = CONFIG_MAPPING[base_model_type] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sees else AutoModelForMultimodalLM
+
+
+def depth_config_of(config: PreTrainedConfig) -> Any:
+    """The config of the decoder that reads over depth, an `AttnResConfig`; `None` if there is none."""
+    configs = (config, getattr(config, "text_config", None))
+    return next((found for found in configs if getattr(found, "model_type", None) == DECODER_TYPE), None)
 
 
 @dataclass(frozen=True)
@@ -141,6 +149,15 @@ class Checkpoint:
         """Whether its decoder is the language model within another model."""
         return "text_config" in type(self.config).sub_configs
 
+    @property
+    def is_attnres(self) -> bool:
+        return self.config_dict["model_type"] in ATTNRES_TYPES
+
+    @property
+    def depth_config(self) -> Any:
+        """The config of its decoder if that reads over depth, an `AttnResConfig`; otherwise `None`."""
+        return depth_config_of(self.config)
+
     @functools.cached_property
     def lm_class(self) -> type[PreTrainedModel]:
         """The base's model with a language-modelling head: its causal language model, or multimodal model."""
@@ -168,7 +185,7 @@ class Checkpoint:
     def _prefix_of_language_model(self) -> str:
         """Found by its embedding, as files may have other names than the model that is loaded from them."""
         config = self.text_config
-        decoder = decoder_on_meta(config.to_base_config() if config.model_type == "attnres" else config)
+        decoder = decoder_on_meta(config.to_base_config() if config.model_type == DECODER_TYPE else config)
         embedding = decoder.get_input_embeddings().weight
         name = next(name for name, parameter in decoder.named_parameters() if parameter is embedding)
         prefixes = [found.removesuffix(name) for found in self.weight_map if f".{found}".endswith(f".{name}")]
@@ -194,6 +211,15 @@ class Checkpoint:
     @property
     def num_bytes(self) -> int:
         return sum((self.folder / name).stat().st_size for name in [*self.shards, *self.companions])
+
+    def facts_as_source(self) -> dict[str, Any]:
+        """What a `ConversionReport` says of a checkpoint that is converted."""
+        return {
+            "source": self.title,
+            "source_commit": self.commit,
+            "left_behind": list(self.left_behind),
+            "num_bytes": self.num_bytes,
+        }
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
         """The tokenizer; `None` if there is none that loads here, and without running code of its own."""
@@ -227,31 +253,30 @@ def different_tensors(first: Checkpoint, second: Checkpoint) -> list[str]:
     return different
 
 
-def open_checkpoint(source: str | Path, revision: str | None = None, *, follow_links: bool = False) -> Checkpoint:
+def open_checkpoint(
+    source: str | Path,
+    revision: str | None = None,
+    *,
+    follow_links: bool = False,
+    check_type: Callable[[str], None] | None = None,
+) -> Checkpoint:
     """A checkpoint from a folder, or from the Hub through its cache, with everything about it checked but the values.
 
     Args:
         follow_links: whether links out of the folder are followed, where its files are read and not copied.
+        check_type: called with the model type before weights are downloaded, to raise if they are not wanted.
 
     Raises:
         OSError: if files are missing or cannot be read.
         ValueError: if they are not what they should be; the message names the file and the way out.
     """
-    config_dict = read_config_dict(source, revision)
-    folder, commit = local_folder(source, revision), None
-    if folder is None:
-        skipped = [f"*{suffix}" for suffix in OTHER_WEIGHTS - {".safetensors"}] + ["consolidated*"]
-        with hub_errors_explained(source, revision):
-            folder = Path(
-                snapshot_download(
-                    str(source),
-                    revision=revision,
-                    ignore_patterns=skipped,
-                    local_files_only=not hub_can_be_reached(),
-                )
-            )
-        commit = folder.name
-    check_folder(folder, follow_links=follow_links)
+    location = locate(source, revision)
+    config_dict = location.config_dict()
+    if check_type is not None:
+        check_type(config_dict["model_type"])
+    location.download([f"*{suffix}" for suffix in OTHER_WEIGHTS - {".safetensors"}] + ["consolidated*"])
+    folder = location.folder
+    check_folder(folder, follow_links=follow_links, parsed=("config.json",))
     if (folder / "adapter_config.json").exists():
         raise ValueError(
             f"`{source}` holds an adapter beside whole weights, and transformers would load the one onto the other."
@@ -274,7 +299,7 @@ def open_checkpoint(source: str | Path, revision: str | None = None, *, follow_l
     return Checkpoint(
         name=str(source),
         folder=folder,
-        commit=commit,
+        commit=location.commit,
         config_dict=config_dict,
         weight_map=weight_map,
         companions=tuple(companions),

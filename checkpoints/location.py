@@ -3,9 +3,10 @@
 
 import contextlib
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 
-from huggingface_hub import constants, hf_hub_download
+from huggingface_hub import constants, hf_hub_download, snapshot_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -30,6 +31,60 @@ HUB_TIMEOUT = 5
 HTTPError = HfHubHTTPError.__bases__[0]
 
 
+@dataclass(frozen=True)
+class Location:
+    """Where a checkpoint is: a folder, or a snapshot of a Hub repository in the cache, at first with the config alone.
+
+    `commit` is that of the repository, of which all files are, and `can_be_reached` whether the Hub has answered.
+    """
+
+    source: str | Path
+    folder: Path
+    commit: str | None = None
+    can_be_reached: bool = False
+
+    def config_dict(self) -> dict:
+        """The config as it is in its file; errors as for `read_config_dict`."""
+        return _read_config_dict(self.folder / "config.json")
+
+    def download(self, ignore_patterns: list[str]):
+        """Fetch all files of a repository that are not in the cache; errors as for `read_config_dict`."""
+        if self.commit is not None:
+            with hub_errors_explained(self.source, self.commit):
+                snapshot_download(
+                    str(self.source),
+                    revision=self.commit,
+                    ignore_patterns=ignore_patterns,
+                    local_files_only=not self.can_be_reached,
+                )
+
+
+def locate(source: str | Path, revision: str | None = None) -> Location:
+    """Find a checkpoint by its config. Of a Hub repository, nothing else is downloaded.
+
+    Raises:
+        OSError: if there is no such folder or repository, or no config in it.
+        ValueError: if it is that of an adapter.
+    """
+    folder = local_folder(source, revision)
+    if folder is None:
+        can_be_reached = hub_can_be_reached()
+        with hub_errors_explained(source, revision):
+            path = hf_hub_download(str(source), "config.json", revision=revision, local_files_only=not can_be_reached)
+        folder = Path(path).parent
+        return Location(source, folder, commit=folder.name, can_be_reached=can_be_reached)
+    if not (folder / "config.json").exists():
+        if (folder / "adapter_config.json").exists():
+            raise ValueError(
+                f"`{source}` is a PEFT adapter, not a model. Merge it into its base first:"
+                " `AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)`."
+            )
+        gguf = min((path.name for path in folder.glob("*.gguf")), default=None)
+        hint = "" if gguf is None else f"; `attnres convert --gguf-file {gguf}` converts its GGUF file"
+        raise OSError(f"`{source}` holds no config.json, so it is not a transformers checkpoint{hint}.")
+    return Location(source, folder)
+
+
 def read_config_dict(source: str | Path, revision: str | None = None) -> dict:
     """The config of a checkpoint as it is in its file. Of a Hub repository, nothing else is downloaded.
 
@@ -37,25 +92,10 @@ def read_config_dict(source: str | Path, revision: str | None = None) -> dict:
         OSError: if there is no such folder or repository, or no config in it.
         ValueError: if it is not a config.
     """
-    folder = local_folder(source, revision)
-    if folder is None:
-        with hub_errors_explained(source, revision):
-            path = Path(
-                hf_hub_download(
-                    str(source), "config.json", revision=revision, local_files_only=not hub_can_be_reached()
-                )
-            )
-    else:
-        path = folder / "config.json"
-        if not path.exists():
-            if (folder / "adapter_config.json").exists():
-                raise ValueError(
-                    f"`{source}` is a PEFT adapter, not a model. Merge it into its base first:"
-                    " `AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)`."
-                )
-            gguf = min((path.name for path in folder.glob("*.gguf")), default=None)
-            hint = "" if gguf is None else f"; `attnres convert --gguf-file {gguf}` converts its GGUF file"
-            raise OSError(f"`{source}` holds no config.json, so it is not a transformers checkpoint{hint}.")
+    return locate(source, revision).config_dict()
+
+
+def _read_config_dict(path: Path) -> dict:
     config_dict = read_json(path)
     if not isinstance(config_dict.get("model_type"), str):
         raise ValueError(f"`{path}` names no `model_type`, so it is not a transformers config.")

@@ -19,51 +19,69 @@ ENTRY = "modeling_attnres"
 # At the end of the config's file. transformers finds the files to copy by the text of imports, and would leave out the
 # model where a config is loaded and saved alone
 ALL_FILES = f"\n\nif False:\n    from .{ENTRY} import AttnResModel  # noqa: F401\n"
+# The names of a module and the folders around it
+Module = tuple[str, ...]
 
 
-def _imports(tree: ast.AST, module: tuple[str, ...]) -> dict[ast.ImportFrom, tuple[str, ...]]:
-    """The relative imports of a module, and the modules that they name.
+def flattened(source: str, module: Module) -> tuple[str, list[Module]]:
+    """The source of a module with imports of siblings, and the modules that it imports of its package.
 
     Raises:
-        ValueError: for `from . import name`, which transformers does not follow.
+        ValueError: for an import that transformers would not follow.
     """
-    found = {}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.ImportFrom) and node.level:
-            if node.module is None:
-                raise ValueError(
-                    f"{'/'.join(module)}.py, line {node.lineno}: `from . import {node.names[0].name}` is not followed"
-                    " by transformers' loader of remote code. Import names from the module instead."
-                )
-            found[node] = (*module[: len(module) - node.level], *node.module.split("."))
-    return found
-
-
-def _flattened(source: str, module: tuple[str, ...]) -> tuple[str, list[tuple[str, ...]]]:
-    """The source with imports of siblings, and the modules that are imported."""
-    imports = _imports(ast.parse(source), module)
     lines = source.splitlines(keepends=True)
-    for node, target in imports.items():
-        named = "." * node.level + str(node.module)
-        line = lines[node.lineno - 1]
-        lines[node.lineno - 1] = line.replace(f"from {named} import", f"from .{'_'.join(target)} import", 1)
-    return "".join(lines), list(imports.values())
+    imported = []
+    for node in ast.walk(ast.parse(source)):
+        if not isinstance(node, ast.ImportFrom) or not node.level:
+            continue
+        at = f"{'/'.join(module)}.py, line {node.lineno}"
+        if node.module is None:
+            raise ValueError(
+                f"{at}: `from . import {node.names[0].name}` is not followed by transformers' loader of remote code."
+                " Import names from the module instead."
+            )
+        target = (*module[: len(module) - node.level], *node.module.split("."))
+        written, line = f"from {'.' * node.level}{node.module} import", lines[node.lineno - 1]
+        if not line[node.col_offset :].startswith(written) or line[: node.col_offset].strip():
+            raise ValueError(f"{at}: `{written}` must begin its line, as transformers finds imports by their text.")
+        lines[node.lineno - 1] = line.replace(written, f"from .{'_'.join(target)} import", 1)
+        imported.append(target)
+    return "".join(lines), imported
+
+
+def closure(package: Path, entry: Module = (ENTRY,)) -> dict[str, bytes]:
+    """A module and all that it imports of its package, as flat files by name.
+
+    Args:
+        package: its folder.
+
+    Raises:
+        ValueError: for an import that transformers would not follow, and where two modules would be one file.
+    """
+    modules: dict[str, Module] = {}
+    files: dict[str, bytes] = {}
+    waiting = [entry]
+    while waiting:
+        module = waiting.pop()
+        name = f"{'_'.join(module)}.py"
+        if modules.setdefault(name, module) != module:
+            raise ValueError(f"`{'/'.join(module)}.py` and `{'/'.join(modules[name])}.py` would both be `{name}`.")
+        if name in files:
+            continue
+        path = package.joinpath("/".join(module) + ".py")
+        if not path.is_file():
+            raise ValueError(f"`{'/'.join(module)}` is no module: import names from modules, not from folders.")
+        source, imported = flattened(path.read_text(encoding="utf-8"), module)
+        files[name] = source.encode()
+        waiting += imported
+    return dict(sorted(files.items()))
 
 
 @functools.cache
 def code_files() -> dict[str, bytes]:
     """The files, by name: the model's, and all that it imports of the package."""
-    waiting: list[tuple[str, ...]] = [(ENTRY,)]
-    files: dict[str, bytes] = {}
-    while waiting:
-        module = waiting.pop()
-        name = f"{'_'.join(module)}.py"
-        if name in files:
-            continue
-        source, imported = _flattened(PACKAGE.joinpath(*module).with_suffix(".py").read_text(encoding="utf-8"), module)
-        files[name] = (source + ALL_FILES * (name == "configuration_attnres.py")).encode()
-        waiting += imported
-    return dict(sorted(files.items()))
+    files = closure(PACKAGE)
+    return {**files, "configuration_attnres.py": files["configuration_attnres.py"] + ALL_FILES.encode()}
 
 
 def code_metadata() -> dict[str, str]:

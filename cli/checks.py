@@ -41,12 +41,26 @@ def need_checkpoints(sources: Iterable[str | None], revision: str | None = None)
             read_config_dict(source, revision)
 
 
-def need_source(source: str, gguf_file: str | None, revision: str | None):
+def need_checkpoint(source: str, revision: str | None) -> str | None:
+    """The same for one.
+
+    Returns:
+        The revision to go on with: of a repository the commit that was looked at, so that nothing is asked for twice.
+    """
+    from ..checkpoints.location import locate
+
+    location = locate(source, revision)
+    location.config_dict()
+    return location.commit
+
+
+def need_source(source: str, gguf_file: str | None, revision: str | None) -> str | None:
     """The same for what is converted, which may be a GGUF file."""
     if gguf_file is None and not source.lower().endswith(".gguf"):
-        need_checkpoints([source], revision)
-    elif gguf_file is None:
+        return need_checkpoint(source, revision)
+    if gguf_file is None:
         need_files([source])
+    return revision
 
 
 def need_files(paths: Iterable[str | Path | None]):

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from .checks import need_checkpoints, need_destination, need_files, need_source
+from .checks import need_checkpoint, need_checkpoints, need_destination, need_files, need_source
 from .console import Revision, json_option, only_json_on_stdout, print_json, say, say_written, show_markdown
 
 
@@ -68,7 +68,7 @@ def convert(
         raise typer.BadParameter("--block-size, --num-blocks and --full contradict: give one of them.")
     with only_json_on_stdout(as_json):
         need_destination(destination, source)
-        need_source(source, gguf_file, revision)
+        revision = need_source(source, gguf_file, revision)
         need_files([verify_text])
         from ..conversion import convert
 
@@ -120,7 +120,7 @@ def revert(
     """Give the PreNorm checkpoint back that an AttnRes one was made of, bit for bit."""
     with only_json_on_stdout(as_json):
         need_destination(destination, source)
-        need_checkpoints([source], revision)
+        revision = need_checkpoint(source, revision)
         need_files([verify_text])
         from ..conversion import revert
 
@@ -169,7 +169,7 @@ def import_(source: Source, destination: Destination, revision: Revision = None,
     """Make an AttnRes checkpoint of one in Kimi K3's naming or of flash-linear-attention."""
     with only_json_on_stdout(as_json):
         need_destination(destination, source)
-        need_checkpoints([source], revision)
+        revision = need_checkpoint(source, revision)
         from ..conversion import import_checkpoint
 
         report = import_checkpoint(source, destination, revision=revision)
@@ -187,7 +187,7 @@ def export(
     """Write an AttnRes checkpoint in Kimi K3's naming or for flash-linear-attention."""
     with only_json_on_stdout(as_json):
         need_destination(destination, source)
-        need_checkpoints([source], revision)
+        revision = need_checkpoint(source, revision)
         from ..conversion import export_checkpoint
 
         report = export_checkpoint(source, destination, naming, force=force, revision=revision)

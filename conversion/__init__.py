@@ -1,10 +1,11 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """PreNorm checkpoint <-> AttnRes checkpoint, exchange with other implementations, and proof that nothing changed.
 
-- `converter.py`: `convert` and `revert`; `interchange.py`: to and from Kimi's naming and fla
-- `checks.py`: what is looked at first; `writing.py`: the checkpoint that all of them write, with report and card
-- `files.py`: folders that are written whole, and weights byte for byte
+- `converter.py`: `convert` and `revert`; `exchange.py`: to and from Kimi's naming and fla; `gguf.py`: GGUF files
+- `options.py`: what can be chosen; `checks.py`: what is looked at first
+- `writing.py`: the checkpoint that all of them write, with report and card; `weights.py`: its weights, byte for byte
 - `parity.py`: `verify`, the same function or not; `running.py`: the models run for it
+- `probe_report.py`: what can be a base, and why
 """
 
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint

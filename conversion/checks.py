@@ -10,7 +10,7 @@ from transformers.activations import ACT2FN
 
 from ..base.config import check_base_model_type, rename_architectures
 from ..base.probe import probe_sublayers, refuse_by_config
-from ..checkpoints.checkpoint import QUERY_NAMES, ZERO_AT_FIRST, Checkpoint
+from ..checkpoints.checkpoint import ATTNRES_TYPES, QUERY_NAMES, ZERO_AT_FIRST, Checkpoint
 from ..configuration_attnres import AttnResConfig
 from ..model_cards.card import PIPELINE_TAGS
 from ..modeling_attnres import (
@@ -19,7 +19,7 @@ from ..modeling_attnres import (
     AttnResForTokenClassification,
     depth_of_weights,
 )
-from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig, is_multimodal
+from ..multimodal_attnres import AttnResForConditionalGeneration, is_multimodal
 from ..multimodal_attnres import config_class_of as multimodal_config_class
 from ..utils.untrusted import in_one_line
 from .running import quiet_loading
@@ -34,25 +34,13 @@ HEADS = {
     for head in (AttnResForSequenceClassification, AttnResForTokenClassification, AttnResForQuestionAnswering)
 }
 MULTIMODAL_NAME = AttnResForConditionalGeneration.__name__
-MODEL_TYPES = AttnResConfig.model_type, AttnResMultimodalConfig.model_type
 # The first number in the name of a tensor
 LAYER_NUMBERS = re.compile(r"^.*?\.(\d+)\.", re.MULTILINE)
 
 
-def is_attnres(checkpoint: Checkpoint) -> bool:
-    return checkpoint.config_dict["model_type"] in MODEL_TYPES
-
-
-def depth_config(config: PreTrainedConfig) -> AttnResConfig | None:
-    """The config of the decoder that reads over depth, `None` if there is none."""
-    config = getattr(config, "text_config", config)
-    return config if isinstance(config, AttnResConfig) else None
-
-
-def check_type(config_dict: dict):
+def check_base_type(model_type: str):
     """Raise a `ValueError` if no checkpoint of this type can be converted."""
-    model_type = config_dict["model_type"]
-    if model_type in MODEL_TYPES:
+    if model_type in ATTNRES_TYPES:
         return
     if is_multimodal(model_type):
         multimodal_config_class(model_type)
@@ -103,54 +91,63 @@ def refuse_unscaled_eps(checkpoint: Checkpoint, consequence: str):
         )
 
 
+def _refuse(checkpoint: Checkpoint, field: str, value: Any, allowed: str):
+    raise ValueError(f"config.json of `{checkpoint.name}` is not valid: `{field}={value!r}` must be {allowed}.")
+
+
 def check_config(checkpoint: Checkpoint):
     """Raise a `ValueError` for values that configuration classes let through and no model can have."""
-    config, name = checkpoint.text_config, checkpoint.name
+    config = checkpoint.text_config
+    _check_numbers(checkpoint, config)
+    for field in ("hidden_act", "hidden_activation"):
+        value = getattr(config, field, None)
+        if value is not None and value not in ACT2FN:
+            _refuse(checkpoint, field, value, f"one of {', '.join(ACT2FN)}")
+    if checkpoint.depth_config is None:
+        check_base_model_type(config.model_type)
+        refuse_by_config(config)
+    dtype = checkpoint.config.dtype
+    if dtype is not None and not getattr(dtype, "is_floating_point", False):
+        _refuse(checkpoint, "dtype", dtype, "one of float32, bfloat16, float16")
+    _check_depth(checkpoint, config)
+    architectures = checkpoint.config.architectures
+    if not is_known_class(checkpoint) and (checkpoint.is_attnres or checkpoint.is_multimodal):
+        _refuse(checkpoint, "architectures", architectures, f"one of {', '.join(known_classes(checkpoint))}")
 
-    def refuse(field: str, value: Any, allowed: str):
-        raise ValueError(f"config.json of `{name}` is not valid: `{field}={value!r}` must be {allowed}.")
 
+def _check_numbers(checkpoint: Checkpoint, config: PreTrainedConfig):
     for field in POSITIVE_FIELDS:
         value = vars(config).get(config.attribute_map.get(field, field))  # some are of single layers
         if value == getattr(type(config), field, None):  # some have 0 for none
             continue
         for number in value if isinstance(value, list) and value else [value]:  # one for each kind of expert
             if number is not None and (not isinstance(number, int) or isinstance(number, bool) or number < 1):
-                refuse(field, value, "a number >= 1")
+                _refuse(checkpoint, field, value, "a number >= 1")
     for field, value in vars(config).items():
         is_eps = field.endswith(("_eps", "epsilon")) and field != "attn_res_scale_norm_eps"
         if is_eps and value is not None and (not isinstance(value, int | float) or not 0 <= value < 1):
-            refuse(field, value, "a number >= 0 and below 1")
-    for field in ("hidden_act", "hidden_activation"):
-        value = getattr(config, field, None)
-        if value is not None and value not in ACT2FN:
-            refuse(field, value, f"one of {', '.join(ACT2FN)}")
-    if not isinstance(config, AttnResConfig):
-        check_base_model_type(config.model_type)
-        refuse_by_config(config)
-    dtype = checkpoint.config.dtype
-    if dtype is not None and not getattr(dtype, "is_floating_point", False):
-        refuse("dtype", dtype, "one of float32, bfloat16, float16")
+            _refuse(checkpoint, field, value, "a number >= 0 and below 1")
+
+
+def _check_depth(checkpoint: Checkpoint, config: PreTrainedConfig):
     names = [name for name in checkpoint.weight_map if name.startswith(checkpoint.prefix)]
+    num_layers = config.num_hidden_layers
     depth = 1 + max((int(number) for number in LAYER_NUMBERS.findall("\n".join(names))), default=-1)
     # Fewer may be meant, as some carry layers that predict further tokens; and LongCat-Flash counts halves of layers
-    if config.num_hidden_layers > 2 * depth or config.num_hidden_layers > depth < num_layers_of(config):
-        refuse("num_hidden_layers", config.num_hidden_layers, f"at most {depth}, the layers that the weights have")
-    further = depth_of_weights(names, config.num_hidden_layers)
-    if further > config.num_hidden_layers:
+    if num_layers > 2 * depth or num_layers > depth < num_layers_of(config):
+        _refuse(checkpoint, "num_hidden_layers", num_layers, f"at most {depth}, the layers that the weights have")
+    further = depth_of_weights(names, num_layers)
+    if further > num_layers:
         allowed = f"{further}, or the weights without the layers that it leaves out"
-        refuse("num_hidden_layers", config.num_hidden_layers, allowed)
-    architectures = checkpoint.config.architectures
-    if not is_known_class(checkpoint) and (is_attnres(checkpoint) or checkpoint.is_multimodal):
-        refuse("architectures", architectures, f"one of {', '.join(known_classes(checkpoint))}")
+        _refuse(checkpoint, "num_hidden_layers", num_layers, allowed)
 
 
 def known_classes(checkpoint: Checkpoint) -> list[str]:
     """Names of transformers' classes for a checkpoint of this type, as `architectures` has one."""
     if checkpoint.is_multimodal:
-        return [MULTIMODAL_NAME if is_attnres(checkpoint) else checkpoint.lm_class.__name__]
+        return [MULTIMODAL_NAME if checkpoint.is_attnres else checkpoint.lm_class.__name__]
     names = [name for name in PIPELINE_TAGS if name != MULTIMODAL_NAME]
-    if is_attnres(checkpoint):
+    if checkpoint.is_attnres:
         return names
     return rename_architectures(names, checkpoint.config.model_type, to_base=True) or []
 

@@ -2,24 +2,25 @@
 """PreNorm checkpoint -> AttnRes checkpoint -> PreNorm checkpoint, without changing what they compute."""
 
 import copy
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
-from typing import Any
 
 import torch
 from transformers import PreTrainedConfig
+from typing_extensions import Unpack
 
 from ..base.probe import probe_sublayers
 from ..checkpoints.checkpoint import (
+    ATTNRES_TYPES,
     BASE_CONFIG_NAME,
     PROJECTION_NAMES,
     QUERY_NAMES,
     Checkpoint,
     config_errors_explained,
+    depth_config_of,
     open_checkpoint,
     refuse_links_out,
 )
-from ..checkpoints.location import read_config_dict
 from ..checkpoints.reports import ConversionReport
 from ..configuration_attnres import REMOTE_CODE_AUTO_MAP, AttnResConfig
 from ..depth.queries import AttnResDepthQueries
@@ -29,25 +30,24 @@ from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimo
 from ..utils.files import check_destination, hidden_folder
 from ..utils.untrusted import read_json
 from .checks import (
-    MODEL_TYPES,
+    check_base_type,
     check_config,
     check_head,
     check_tensors,
-    check_type,
-    depth_config,
-    is_attnres,
     refuse_multimodal,
     refuse_other_naming,
     refuse_trained_queries,
     refuse_unscaled_eps,
 )
 from .gguf import find_gguf
-from .writing import write_checkpoint
+from .options import Blocks, Choice, ConvertOptions, ReadChoice, Writing, takes_options
+from .writing import Conversion, write_checkpoint
 
 
 DEFAULT_NUM_BLOCKS = 8
 
 
+@takes_options
 def convert(
     source: str | Path,
     destination: str | Path,
@@ -56,17 +56,9 @@ def convert(
     num_blocks: int | None = None,
     full: bool = False,
     revision: str | None = None,
-    link: bool = False,
-    self_contained: bool = False,
-    verify: bool = True,
-    verify_text: str | Path | None = None,
-    device: str = "auto",
     gguf_file: str | None = None,
-    num_heads: int | None = None,
-    query: str | None = None,
-    query_rank: int | None = None,
-    weights: str | None = None,
-    open_block: str | None = None,
+    self_contained: bool = False,
+    **options: Unpack[ConvertOptions],
 ) -> ConversionReport:
     """Write the AttnRes checkpoint that computes what a PreNorm one does: its tensors and queries of zero.
 
@@ -81,95 +73,97 @@ def convert(
         num_blocks: number of blocks, 8 if nothing else is asked for, or fewer in a base of fewer sublayers.
         full: Full AttnRes, the same as `block_size=1`.
         revision: branch, tag or commit of a Hub id.
-        link: hard links in place of copies of the weight files, on one disk.
+        gguf_file: name of a GGUF file in `source`. Its weights are dequantised to fp32 first, by transformers.
         self_contained: put the model code into the folder, for programs that do not import this package; they load it
             with `trust_remote_code=True`. Of a checkpoint that carries the code it stays so.
+        link: hard links in place of copies of the weight files, on one disk.
         verify: run both and compare; without, only names, shapes and files are checked.
         verify_text: file with the text to compare on, in place of the built-in one.
         device: where to run them, what `from_pretrained` takes as `device_map`.
-        gguf_file: name of a GGUF file in `source`. Its weights are dequantised to fp32 first, by transformers.
         num_heads, query, query_rank, weights, open_block: fields of `AttnResConfig` of these names, which begin there
             with `attn_res_`: the read over depth, the paper's own if none is given, or as the checkpoint has it.
 
     Raises:
         ValueError: for what cannot be converted, and if the result is not equal; nothing is left at `destination`.
         OSError: if files cannot be found, read or written.
+        TypeError: for an argument of another name.
     """
-    blocks = chosen_blocks(block_size, num_blocks, full)
-    read = {
-        "attn_res_num_heads": num_heads,
-        "attn_res_query": query,
-        "attn_res_query_rank": query_rank,
-        "attn_res_weights": weights,
-        "attn_res_open_block": open_block,
-    }
-    read = {name: value for name, value in read.items() if value is not None}
+    choice = Choice(Blocks(block_size, num_blocks, full), ReadChoice.of(options), self_contained)
     path = check_destination(destination, source)
     gguf = find_gguf(source, gguf_file, revision)
-    options = {"link": link, "verify": verify, "verify_text": verify_text, "device": device}
+    how = Writing.of(options)
     if gguf is None:
-        check_type(read_config_dict(source, revision))
-        return _convert(open_checkpoint(source, revision), path, blocks, read, self_contained, **options)
-    check_type(gguf.config_dict())
+        checkpoint = open_checkpoint(source, revision, check_type=check_base_type)
+        return write_checkpoint(planned(checkpoint, choice), path, how)
+    check_base_type(gguf.config_dict()["model_type"])
     with hidden_folder(path, "dequantised", gguf.num_bytes) as folder:
-        source_weights = gguf.weights()
-        return _convert(gguf.dequantize(folder), path, blocks, read, self_contained, weights=source_weights, **options)
+        weights = gguf.weights()
+        conversion = planned(gguf.dequantize(folder), choice)
+        return write_checkpoint(replace(conversion, weights=weights), path, how)
 
 
-def _convert(
-    checkpoint: Checkpoint,
-    path: Path,
-    blocks: dict[str, int],
-    read: dict[str, Any],
-    self_contained: bool,
-    **options: Any,
-) -> ConversionReport:
-    """Convert a checkpoint that is open; `options` are those of `write_checkpoint`."""
-    if self_contained:
+def planned(checkpoint: Checkpoint, choice: Choice) -> Conversion:
+    """What is written of a checkpoint.
+
+    Raises:
+        ValueError: if it cannot be converted, or not as chosen.
+    """
+    if choice.self_contained:
         refuse_multimodal(checkpoint)
     refuse_other_naming(checkpoint)
     check_config(checkpoint)
-
-    is_new = not is_attnres(checkpoint)
-    if is_new:
-        config = config_with_depth_attention(checkpoint, blocks, read)
-    check_tensors(checkpoint)
-    if not is_new:
-        config = config_with_other_read(checkpoint, blocks, read)
-        if not (blocks or read or self_contained):
-            size = checkpoint.text_config.attn_res_block_size
-            raise ValueError(
-                f"`{checkpoint.name}` is an AttnRes checkpoint already, with blocks of {size} sublayers: say which"
-                " blocks or which read it is to have, such as `--num-blocks 8`."
-            )
-    check_head(checkpoint, config)
-    if is_new and checkpoint.has_lm_head and not checkpoint.is_multimodal:
-        config.architectures = [AttnResForCausalLM.__name__]  # whatever the base calls itself
-    if self_contained:
-        config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+    if checkpoint.is_attnres:
+        conversion = change_of_read(checkpoint, choice)
+    else:
+        conversion = new_conversion(checkpoint, choice)
+    depth = conversion.depth_config
+    if choice.self_contained:
+        depth.auto_map = dict(REMOTE_CODE_AUTO_MAP)
     notes = []
     if checkpoint.is_multimodal:
         notes.append("compared on text; what reads images or sound is the base's, byte for byte")
-    num_blocks = num_blocks_of(depth_config(config))
-    if blocks.get("num_blocks", num_blocks) != num_blocks:
-        size = depth_config(config).attn_res_block_size
+    wanted, num_blocks = choice.blocks.num_blocks, num_blocks_of(depth)
+    if wanted not in (None, num_blocks):
         notes.append(
-            f"{blocks['num_blocks']} blocks were asked for, and the smallest that are no more are {num_blocks} of"
-            f" {size} sublayers"
+            f"{wanted} blocks were asked for, and the smallest that are no more are {num_blocks} of"
+            f" {depth.attn_res_block_size} sublayers"
         )
-    # The queries are zero, but other ones may be of other tensors
-    is_other_query = not is_new and not {"attn_res_query", "attn_res_query_rank"}.isdisjoint(read)
-    return write_checkpoint(
-        "Conversion" if is_new else "Change of the read" if read else "Change of blocks",
+    return replace(conversion, notes=notes)
+
+
+def new_conversion(checkpoint: Checkpoint, choice: Choice) -> Conversion:
+    """Of a PreNorm checkpoint: queries of zero are added."""
+    config = config_with_depth_attention(checkpoint, choice)
+    check_tensors(checkpoint)
+    check_head(checkpoint, config)
+    if checkpoint.has_lm_head and not checkpoint.is_multimodal:
+        config.architectures = [AttnResForCausalLM.__name__]  # whatever the base calls itself
+    return Conversion(
+        "Conversion",
         checkpoint,
-        path,
         config,
-        add=initial_queries(query_prefix_of(checkpoint), depth_config(config)) if is_new or is_other_query else {},
-        rename=without_queries if is_other_query else lambda name: name,
-        notes=notes,
-        files={BASE_CONFIG_NAME: checkpoint.folder / "config.json"} if is_new else {},
-        **options,
+        add=initial_queries(query_prefix_of(checkpoint), depth_config_of(config)),
+        files={BASE_CONFIG_NAME: checkpoint.folder / "config.json"},
     )
+
+
+def change_of_read(checkpoint: Checkpoint, choice: Choice) -> Conversion:
+    """Of an AttnRes checkpoint: other blocks, or another read, whose queries may be of other tensors."""
+    check_tensors(checkpoint)
+    config = config_with_other_read(checkpoint, choice)
+    if choice.is_empty:
+        size = checkpoint.text_config.attn_res_block_size
+        raise ValueError(
+            f"`{checkpoint.name}` is an AttnRes checkpoint already, with blocks of {size} sublayers: say which"
+            " blocks or which read it is to have, such as `--num-blocks 8`."
+        )
+    check_head(checkpoint, config)
+    read = choice.read.as_fields()
+    conversion = Conversion("Change of the read" if read else "Change of blocks", checkpoint, config)
+    if {"attn_res_query", "attn_res_query_rank"}.isdisjoint(read):
+        return conversion
+    queries = initial_queries(query_prefix_of(checkpoint), depth_config_of(config))
+    return replace(conversion, add=queries, rename=without_queries)
 
 
 def query_prefix_of(checkpoint: Checkpoint) -> str:
@@ -178,42 +172,29 @@ def query_prefix_of(checkpoint: Checkpoint) -> str:
     Files of multimodal models may have other names than the model, and then transformers knows each of those, and not
     what they would be of the queries.
     """
-    if not checkpoint.is_multimodal or is_attnres(checkpoint):
+    if not checkpoint.is_multimodal or checkpoint.is_attnres:
         return checkpoint.query_prefix
     with torch.device("meta"):
         model = AttnResForConditionalGeneration(AttnResMultimodalConfig.from_base_config(checkpoint.config))
     return f"{model.trunk_name}."
 
 
-def chosen_blocks(block_size: int | None, num_blocks: int | None, full: bool) -> dict[str, int]:
-    """The one argument of `AttnResConfig.from_base_config` that says how layers are divided into blocks.
-
-    Raises:
-        ValueError: if more than one is given.
-    """
-    given = {"block_size": block_size, "num_blocks": num_blocks, "full": full or None}
-    given = {name: value for name, value in given.items() if value is not None}
-    if len(given) > 1:
-        listed = ", ".join(f"`{name}={value}`" for name, value in given.items())
-        raise ValueError(f"{listed} contradict: give one of them.")
-    return {"block_size": 1} if full else given
-
-
-def config_with_depth_attention(
-    checkpoint: Checkpoint, blocks: dict[str, int], read: dict[str, Any]
-) -> PreTrainedConfig:
+def config_with_depth_attention(checkpoint: Checkpoint, choice: Choice) -> PreTrainedConfig:
     config_class = AttnResMultimodalConfig if checkpoint.is_multimodal else AttnResConfig
+    blocks = choice.blocks.as_arguments()
     if not blocks:
         blocks = {"num_blocks": min(DEFAULT_NUM_BLOCKS, sum(probe_sublayers(checkpoint.text_config)))}
+    read = choice.read.as_fields()
     return config_class.from_base_config(checkpoint.config, **blocks, **read, attn_res_scale_norm_eps=True)
 
 
-def config_with_other_read(checkpoint: Checkpoint, blocks: dict[str, int], read: dict[str, Any]) -> PreTrainedConfig:
+def config_with_other_read(checkpoint: Checkpoint, choice: Choice) -> PreTrainedConfig:
     """The config of an AttnRes checkpoint with other blocks, or another read.
 
     Raises:
         ValueError: if that would change what the model computes.
     """
+    blocks, read = choice.blocks.as_arguments(), choice.read.as_fields()
     what = "read over depth" if read else "block size"
     refuse_trained_queries(checkpoint, f"its {what} cannot change without changing what it computes")
     refuse_unscaled_eps(checkpoint, "another block size would change what it computes")
@@ -227,7 +208,7 @@ def config_with_other_read(checkpoint: Checkpoint, blocks: dict[str, int], read:
     new = AttnResConfig.from_base_config(old.to_base_config(), **blocks, **read)
     config = copy.deepcopy(checkpoint.config)
     for name in ("attn_res_block_size", *names):
-        setattr(depth_config(config), name, getattr(new, name))
+        setattr(depth_config_of(config), name, getattr(new, name))
     return config
 
 
@@ -285,10 +266,14 @@ def revert(
     the report tells how much that changes. Other arguments and errors as for `convert`.
     """
     path = check_destination(destination, source)
-    model_type = read_config_dict(source, revision)["model_type"]
-    if model_type not in MODEL_TYPES:
-        raise ValueError(f"`{source}` is a `{model_type}` checkpoint, not an AttnRes one; there is nothing to revert.")
-    checkpoint = open_checkpoint(source, revision)
+
+    def check_is_attnres(model_type: str):
+        if model_type not in ATTNRES_TYPES:
+            raise ValueError(
+                f"`{source}` is a `{model_type}` checkpoint, not an AttnRes one; there is nothing to revert."
+            )
+
+    checkpoint = open_checkpoint(source, revision, check_type=check_is_attnres)
     check_config(checkpoint)
     if not force:
         refuse_trained_queries(
@@ -299,16 +284,6 @@ def revert(
     config = checkpoint.config.to_base_config()
     kept = checkpoint.folder / BASE_CONFIG_NAME
     refuse_links_out(checkpoint, [BASE_CONFIG_NAME])
-    return write_checkpoint(
-        "Reversal",
-        checkpoint,
-        path,
-        config,
-        files={"config.json": kept} if kept.exists() and says_the_same(kept, config) else {},
-        rename=without_queries,
-        link=link,
-        verify=verify,
-        verify_text=verify_text,
-        device=device,
-        may_differ=force,
-    )
+    files = {"config.json": kept} if kept.exists() and says_the_same(kept, config) else {}
+    conversion = Conversion("Reversal", checkpoint, config, rename=without_queries, files=files)
+    return write_checkpoint(conversion, path, Writing(link, verify, verify_text, device, may_differ=force))

@@ -16,6 +16,7 @@ Qwen2 with biases, Qwen3 with query and key norms, Mistral with a window).
 """
 
 import json
+from collections.abc import Callable, Container
 from pathlib import Path
 from typing import Any
 
@@ -23,13 +24,20 @@ import torch
 from transformers import PreTrainedConfig
 
 from ..base.config import base_config_class
-from ..checkpoints.checkpoint import QUERY_NAMES, Checkpoint, config_errors_explained, open_checkpoint
-from ..checkpoints.location import read_config_dict
+from ..checkpoints.checkpoint import (
+    ATTNRES_TYPES,
+    DECODER_TYPE,
+    QUERY_NAMES,
+    Checkpoint,
+    config_errors_explained,
+    open_checkpoint,
+)
 from ..checkpoints.reports import ConversionReport
 from ..configuration_attnres import AttnResConfig
 from ..depth.reads import Read
 from ..utils.files import check_destination
-from .writing import write_checkpoint
+from .options import Writing
+from .writing import Conversion, write_checkpoint
 
 
 # Of the modules with the query and the key norm: before attention, before the MLP, the final read
@@ -46,6 +54,11 @@ FLA_TO_LLAMA = {
 # fla's query and key norms have an epsilon of their own, whatever the config says
 FLA_QK_NORM_EPS = 1e-5
 FLA_BASES = ("llama", "mistral", "qwen2", "qwen3")
+# Fields that have the same name and meaning there
+SAME_IN_FLA = (
+    *("vocab_size", "hidden_size", "num_hidden_layers", "max_position_embeddings", "initializer_range"),
+    *("tie_word_embeddings", "bos_token_id", "eos_token_id"),
+)
 # Of fla 0.6.0: a saved config may leave them out
 FLA_DEFAULTS = {
     "hidden_size": 2048,
@@ -85,8 +98,8 @@ def import_checkpoint(source: str | Path, destination: str | Path, *, revision: 
         OSError: if files cannot be found, read or written.
     """
     path = check_destination(destination, source)
-    model_type = read_config_dict(source, revision)["model_type"]
     checkpoint = open_checkpoint(source, revision)
+    model_type = checkpoint.config_dict["model_type"]
     if model_type == "transformer":
         naming, read_config = "fla", config_from_fla
     elif any(name.endswith(".self_attention_res_proj.weight") for name in checkpoint.weight_map):
@@ -96,38 +109,51 @@ def import_checkpoint(source: str | Path, destination: str | Path, *, revision: 
             f"`{source}` (a `{model_type}`) is neither fla's `transformer` nor has it tensors named"
             " `self_attention_res_proj` as in Kimi's naming."
         )
-
     with config_errors_explained(str(source)):
         config = read_config(checkpoint)
-
     names = query_names(naming, checkpoint, config)
-    missing = [name for pair in names for name in pair if name not in checkpoint.weight_map]
-    if missing:
-        raise ValueError(f"`{source}` lacks {len(missing)} tensors of depth attention, among them `{missing[0]}`.")
-    tensors = checkpoint.tensors([name for pair in names for name in pair])
-    for name, tensor in tensors.items():
-        if tensor.numel() != config.hidden_size:
-            raise ValueError(
-                f"`{name}` of `{source}` has shape {list(tensor.shape)}, not {config.hidden_size} numbers."
-            )
-    query, key_norm = (torch.stack([tensors[name].flatten().float() for name in column]) for column in zip(*names))
-
-    def rename(name: str) -> str | None:
-        if name in tensors:
-            return None
-        if naming == "fla":
-            for old, new in FLA_TO_LLAMA.items():
-                name = name.replace(old, new)
-        return name
-
-    return write_checkpoint(
+    conversion = Conversion(
         f"Import from {naming}",
         checkpoint,
-        path,
         config,
-        add=dict(zip((f"model.{name}" for name in QUERY_NAMES), (query, key_norm))),
-        rename=rename,
+        add=queries_from(checkpoint, names, config.hidden_size),
+        rename=renaming({name for pair in names for name in pair}, FLA_TO_LLAMA if naming == "fla" else {}),
     )
+    return write_checkpoint(conversion, path, Writing(verify=False))
+
+
+def queries_from(checkpoint: Checkpoint, names: list[tuple[str, str]], hidden_size: int) -> dict[str, torch.Tensor]:
+    """Queries and key norms of all sites by the names that they have here, from the names of each site there.
+
+    Raises:
+        ValueError: if one is missing, or of another size.
+    """
+    missing = [name for pair in names for name in pair if name not in checkpoint.weight_map]
+    if missing:
+        raise ValueError(
+            f"`{checkpoint.name}` lacks {len(missing)} tensors of depth attention, among them `{missing[0]}`."
+        )
+    tensors = checkpoint.tensors([name for pair in names for name in pair])
+    for name, tensor in tensors.items():
+        if tensor.numel() != hidden_size:
+            raise ValueError(
+                f"`{name}` of `{checkpoint.name}` has shape {list(tensor.shape)}, not {hidden_size} numbers."
+            )
+    stacked = (torch.stack([tensors[name].flatten().float() for name in column]) for column in zip(*names))
+    return dict(zip((f"model.{name}" for name in QUERY_NAMES), stacked))
+
+
+def renaming(left_out: Container[str], replacements: dict[str, str]) -> Callable[[str], str | None]:
+    """New names of tensors: parts of them replaced, `None` for those to leave out."""
+
+    def rename(name: str) -> str | None:
+        if name in left_out:
+            return None
+        for old, new in replacements.items():
+            name = name.replace(old, new)
+        return name
+
+    return rename
 
 
 def export_checkpoint(
@@ -150,59 +176,68 @@ def export_checkpoint(
     if naming not in SITE_NAMES:
         raise ValueError(f"`naming={naming!r}` is not known; it is one of {', '.join(SITE_NAMES)}.")
     path = check_destination(destination, source)
-    model_type = read_config_dict(source, revision)["model_type"]
-    if model_type != AttnResConfig.model_type:
-        kind = "a multimodal" if model_type == "attnres_multimodal" else f"a `{model_type}`"
-        raise ValueError(f"`{source}` is {kind} checkpoint, not that of an `AttnResForCausalLM`.")
-    checkpoint = open_checkpoint(source, revision)
-    if not checkpoint.has_lm_head:
-        raise ValueError(f"`{source}` is not a causal LM, the kind that is exchanged.")
-    config = checkpoint.config
-    other_read = Read.of(config).in_words()
-    if other_read:
-        raise ValueError(
-            f"`{source}` has reads over depth that {naming} does not know ({other_read}): there they have one head,"
-            " learned queries, a softmax, and the sum of the open block."
-        )
-    notes = []
-    if config.attn_res_scale_norm_eps:
-        notes.append("its reads are multiplied by their number of sources")
-    if config.attn_res_norm_eps != norm_eps(config):
-        notes.append(
-            f"the epsilon of its key norms is {config.attn_res_norm_eps}, and that of its others {norm_eps(config)}"
-        )
-    if notes and not force:
-        them = "it" if len(notes) == 1 else "both"
-        sentences = " ".join(f"{note[0].upper()}{note[1:]}." for note in notes)
+
+    def check_is_decoder(model_type: str):
+        if model_type != DECODER_TYPE:
+            kind = "a multimodal" if model_type in ATTNRES_TYPES else f"a `{model_type}`"
+            raise ValueError(f"`{source}` is {kind} checkpoint, not that of an `AttnResForCausalLM`.")
+
+    checkpoint = open_checkpoint(source, revision, check_type=check_is_decoder)
+    left_out = lost_in_export(checkpoint, naming)
+    if left_out and not force:
+        them = "it" if len(left_out) == 1 else "both"
+        sentences = " ".join(f"{note[0].upper()}{note[1:]}." for note in left_out)
         raise ValueError(
             f"`{source}` has what {naming} cannot express. {sentences}"
             f" What that changes is small and seldom matters: `--force` writes the checkpoint without {them}."
         )
-    exported = config_to_fla(checkpoint) if naming == "fla" else config_to_kimi(checkpoint)
-
     own_names = [checkpoint.prefix + name for name in QUERY_NAMES]
-    query, key_norm = checkpoint.tensors(own_names).values()
-    add = {}
-    for names, weight, norm in zip(query_names(naming, checkpoint, config), query, key_norm, strict=True):
-        add |= dict(zip(names, (in_dtype_if_exact(weight, config.dtype)[None], in_dtype_if_exact(norm, config.dtype))))
-
-    def rename(name: str) -> str | None:
-        if name in own_names:
-            return None
-        if naming == "fla":
-            for old, new in FLA_TO_LLAMA.items():
-                name = name.replace(new, old)
-        return name
-
-    return write_checkpoint(
+    to_fla = {new: old for old, new in FLA_TO_LLAMA.items()}
+    conversion = Conversion(
         f"Export to {naming}",
         checkpoint,
-        path,
-        exported,
-        add=add,
-        rename=rename,
-        notes=[f"left out: {note}" for note in notes],
+        config_to_fla(checkpoint) if naming == "fla" else config_to_kimi(checkpoint),
+        add=queries_to(checkpoint, naming, own_names),
+        rename=renaming(own_names, to_fla if naming == "fla" else {}),
+        notes=[f"left out: {note}" for note in left_out],
     )
+    return write_checkpoint(conversion, path, Writing(verify=False))
+
+
+def lost_in_export(checkpoint: Checkpoint, naming: str) -> list[str]:
+    """What is small and cannot be expressed there.
+
+    Raises:
+        ValueError: for what is not small.
+    """
+    if not checkpoint.has_lm_head:
+        raise ValueError(f"`{checkpoint.name}` is not a causal LM, the kind that is exchanged.")
+    config = checkpoint.config
+    other_read = Read.of(config).in_words()
+    if other_read:
+        raise ValueError(
+            f"`{checkpoint.name}` has reads over depth that {naming} does not know ({other_read}): there they have one"
+            " head, learned queries, a softmax, and the sum of the open block."
+        )
+    lost = []
+    if config.attn_res_scale_norm_eps:
+        lost.append("its reads are multiplied by their number of sources")
+    if config.attn_res_norm_eps != norm_eps(config):
+        lost.append(
+            f"the epsilon of its key norms is {config.attn_res_norm_eps}, and that of its others {norm_eps(config)}"
+        )
+    return lost
+
+
+def queries_to(checkpoint: Checkpoint, naming: str, own_names: list[str]) -> dict[str, torch.Tensor]:
+    """The query and the key norm of each site by their names there."""
+    config = checkpoint.config
+    query, key_norm = checkpoint.tensors(own_names).values()
+    found = {}
+    for names, weight, norm in zip(query_names(naming, checkpoint, config), query, key_norm, strict=True):
+        of_site = in_dtype_if_exact(weight, config.dtype)[None], in_dtype_if_exact(norm, config.dtype)
+        found |= dict(zip(names, of_site))
+    return found
 
 
 def query_names(naming: str, checkpoint: Checkpoint, config: AttnResConfig) -> list[tuple[str, str]]:
@@ -272,26 +307,16 @@ def config_from_fla(checkpoint: Checkpoint) -> AttnResConfig:
     values = {**FLA_DEFAULTS, **checkpoint.config_dict}
     refuse_what_no_base_has(values, checkpoint.name)
     base_model_type = base_with_parts_of(values)
-    intermediate_size = values["intermediate_size"]
-    if intermediate_size is None:  # fla's rule: 2/3 of the ratio, up to the next multiple of 256
-        intermediate_size = 256 * -(-int(values["hidden_size"] * values["hidden_ratio"] * 2 / 3) // 256)
     base_kwargs = {
-        "vocab_size": values["vocab_size"],
-        "hidden_size": values["hidden_size"],
-        "intermediate_size": intermediate_size,
-        "num_hidden_layers": values["num_hidden_layers"],
+        **{name: values[name] for name in SAME_IN_FLA},
+        "intermediate_size": intermediate_size_of_fla(values),
         "num_attention_heads": values["num_heads"],
         "num_key_value_heads": values["num_kv_heads"] or values["num_heads"],
         "head_dim": values["hidden_size"] // values["num_heads"],
         "hidden_act": "silu",
-        "max_position_embeddings": values["max_position_embeddings"],
         "rms_norm_eps": values["norm_eps"],
-        "initializer_range": values["initializer_range"],
         "rope_parameters": {"rope_type": "default", "rope_theta": values["rope_theta"]},
-        "tie_word_embeddings": values["tie_word_embeddings"],
         "pad_token_id": values.get("pad_token_id"),
-        "bos_token_id": values["bos_token_id"],
-        "eos_token_id": values["eos_token_id"],
         "dtype": values.get("dtype", values.get("torch_dtype")),
         "architectures": ["AttnResForCausalLM"],
     }
@@ -307,6 +332,13 @@ def config_from_fla(checkpoint: Checkpoint) -> AttnResConfig:
         attn_res_norm_eps=values["norm_eps"],
         **base_kwargs,
     )
+
+
+def intermediate_size_of_fla(values: dict[str, Any]) -> int:
+    if values["intermediate_size"] is not None:
+        return values["intermediate_size"]
+    # fla's rule: 2/3 of the ratio, up to the next multiple of 256
+    return 256 * -(-int(values["hidden_size"] * values["hidden_ratio"] * 2 / 3) // 256)
 
 
 def refuse_what_no_base_has(values: dict[str, Any], name: str):
@@ -337,10 +369,40 @@ def base_with_parts_of(values: dict[str, Any]) -> str:
 
 def config_to_fla(checkpoint: Checkpoint) -> dict:
     config, base_model_type = checkpoint.config, checkpoint.config.base_model_type
+    refuse_what_fla_has_not(config, checkpoint.name)
+    return {
+        "architectures": ["TransformerForCausalLM"],
+        "model_type": "transformer",
+        "attnres_block_size": config.attn_res_block_size,
+        "vocab_size": config.vocab_size,
+        "hidden_size": config.hidden_size,
+        "intermediate_size": config.intermediate_size,
+        "num_hidden_layers": config.num_hidden_layers,
+        "num_heads": config.num_attention_heads,
+        "num_kv_heads": config.num_key_value_heads,
+        "qkv_bias": base_model_type == "qwen2",
+        "qk_norm": base_model_type == "qwen3",
+        "window_size": windows_of(config).pop(),
+        "rope_theta": config.rope_parameters["rope_theta"],
+        "max_position_embeddings": config.max_position_embeddings,
+        "hidden_act": "swish",
+        "norm_eps": config.rms_norm_eps,
+        "initializer_range": config.initializer_range,
+        "tie_word_embeddings": config.tie_word_embeddings,
+        "pad_token_id": config.pad_token_id,
+        "bos_token_id": config.bos_token_id,
+        "eos_token_id": config.eos_token_id,
+        "dtype": str(config.dtype or torch.float32).removeprefix("torch."),
+    }
+
+
+def refuse_what_fla_has_not(config: AttnResConfig, name: str):
+    """Raise a `ValueError` for values of a config that fla's one architecture cannot express."""
 
     def refuse(reason: str):
-        raise ValueError(f"`{checkpoint.name}` cannot be exported to fla: {reason}.")
+        raise ValueError(f"`{name}` cannot be exported to fla: {reason}.")
 
+    base_model_type = config.base_model_type
     if base_model_type not in FLA_BASES:
         refuse(f"its one architecture has the parts of {', '.join(FLA_BASES)}, not of {base_model_type}")
     size = config.attn_res_block_size
@@ -358,33 +420,13 @@ def config_to_fla(checkpoint: Checkpoint) -> dict:
             refuse(f"`{bias}=True`")
     if base_model_type == "qwen3" and config.rms_norm_eps != FLA_QK_NORM_EPS:
         refuse(f"its query and key norms use {FLA_QK_NORM_EPS}, these `rms_norm_eps={config.rms_norm_eps}`")
-    windows = {getattr(config, "sliding_window", None)}
-    layer_types = getattr(config, "layer_types", None)
-    if layer_types is not None:
-        windows = {config.sliding_window if kind == "sliding_attention" else None for kind in layer_types}
-    if len(windows) > 1:
+    if len(windows_of(config)) > 1:
         refuse("some layers have a sliding window, others not")
-    return {
-        "architectures": ["TransformerForCausalLM"],
-        "model_type": "transformer",
-        "attnres_block_size": size,
-        "vocab_size": config.vocab_size,
-        "hidden_size": config.hidden_size,
-        "intermediate_size": config.intermediate_size,
-        "num_hidden_layers": config.num_hidden_layers,
-        "num_heads": config.num_attention_heads,
-        "num_kv_heads": config.num_key_value_heads,
-        "qkv_bias": base_model_type == "qwen2",
-        "qk_norm": base_model_type == "qwen3",
-        "window_size": windows.pop(),
-        "rope_theta": config.rope_parameters["rope_theta"],
-        "max_position_embeddings": config.max_position_embeddings,
-        "hidden_act": "swish",
-        "norm_eps": config.rms_norm_eps,
-        "initializer_range": config.initializer_range,
-        "tie_word_embeddings": config.tie_word_embeddings,
-        "pad_token_id": config.pad_token_id,
-        "bos_token_id": config.bos_token_id,
-        "eos_token_id": config.eos_token_id,
-        "dtype": str(config.dtype or torch.float32).removeprefix("torch."),
-    }
+
+
+def windows_of(config: AttnResConfig) -> set[int | None]:
+    """The sliding windows of its layers, `None` for those without."""
+    layer_types = getattr(config, "layer_types", None)
+    if layer_types is None:
+        return {getattr(config, "sliding_window", None)}
+    return {config.sliding_window if kind == "sliding_attention" else None for kind in layer_types}

@@ -5,7 +5,6 @@ import json
 import math
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -31,48 +30,51 @@ def copy_companions(source: Checkpoint, folder: Path, names: dict[str, str | Non
 
 
 def write_weights(
-    source: Checkpoint,
-    folder: Path,
-    *,
-    add: dict[str, torch.Tensor],
-    rename: Callable[[str], str | None],
-    link: bool,
+    source: Checkpoint, folder: Path, *, add: dict[str, torch.Tensor], names: dict[str, str | None], link: bool
 ):
     """Write the source's tensors, bit for bit, and one file with those that are added.
 
     Nothing larger than a buffer is read into memory: files are copied, or linked; where a tensor gets another name or
-    goes (`rename` gives `None`), the file is written from the memory map of the old one.
+    goes, the file is written from the memory map of the old one.
+
+    Args:
+        names: new names of all tensors, `None` for those to leave out.
     """
-    kept = {name: shard for name, shard in source.weight_map.items() if rename(name) is not None}
+    kept = {name: shard for name, shard in source.weight_map.items() if names[name] is not None}
+    changed = {shard for name, shard in source.weight_map.items() if names[name] != name}
     shards = sorted(set(kept.values()))
     count = len(shards) + bool(add)
-    names = {shard: f"model-{i:05d}-of-{count:05d}.safetensors" for i, shard in enumerate(shards, start=1)}
+    files = {shard: f"model-{i:05d}-of-{count:05d}.safetensors" for i, shard in enumerate(shards, start=1)}
     if count == 1:
-        names = {shards[0]: "model.safetensors"}
+        files = {shards[0]: "model.safetensors"}
     total = sum((source.folder / shard).stat().st_size for shard in shards)
     with tqdm(total=total, unit="B", unit_scale=True, desc="Linking" if link else "Copying") as progress:
-        for shard, name in names.items():
+        for shard, file in files.items():
             path = source.folder / shard
-            if any(rename(tensor) != tensor for tensor, file in source.weight_map.items() if file == shard):
-                _rewrite(path, folder / name, rename)
+            if shard in changed:
+                _rewrite(path, folder / file, names)
             elif link:
-                _link(path, folder / name)
+                _link(path, folder / file)
             else:
-                shutil.copyfile(path, folder / name)
+                shutil.copyfile(path, folder / file)
             progress.update(path.stat().st_size)
-    weight_map = {rename(tensor): names[shard] for tensor, shard in kept.items()}
+    weight_map = {names[tensor]: files[shard] for tensor, shard in kept.items()}
     if add:
         last = f"model-{count:05d}-of-{count:05d}.safetensors"
         _save(add, folder / last, {"format": "pt"})
         weight_map |= dict.fromkeys(add, last)
     if count > 1:
-        sizes = [_sizes(folder / shard) for shard in set(weight_map.values())]
-        num_parameters, num_bytes = (sum(column) for column in zip(*sizes))
-        index = {
-            "metadata": {"total_parameters": num_parameters, "total_size": num_bytes},
-            "weight_map": dict(sorted(weight_map.items())),
-        }
-        (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+        _write_index(folder, weight_map)
+
+
+def _write_index(folder: Path, weight_map: dict[str, str]):
+    sizes = [_sizes(folder / shard) for shard in set(weight_map.values())]
+    num_parameters, num_bytes = (sum(column) for column in zip(*sizes))
+    index = {
+        "metadata": {"total_parameters": num_parameters, "total_size": num_bytes},
+        "weight_map": dict(sorted(weight_map.items())),
+    }
+    (folder / INDEX_NAME).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _sizes(path: Path) -> tuple[int, int]:
@@ -92,9 +94,9 @@ def _link(source: Path, target: Path):
         raise OSError(f"`{source}` cannot be linked ({error.strerror}); leave `--link` out to copy it.") from None
 
 
-def _rewrite(source: Path, target: Path, rename: Callable[[str], str | None]):
+def _rewrite(source: Path, target: Path, names: dict[str, str | None]):
     with safe_open(source, framework="pt") as file:
-        kept = {name: rename(name) for name in file.keys() if rename(name) is not None}
+        kept = {name: new for name in file.keys() if (new := names[name]) is not None}
         _save({new: file.get_tensor(name) for name, new in kept.items()}, target, file.metadata())
 
 

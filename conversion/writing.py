@@ -1,11 +1,12 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Writing the checkpoint that comes of a conversion: what all of them share, from the first check to the card."""
 
+import functools
 import json
 import shutil
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,17 +19,19 @@ from ..checkpoints.checkpoint import (
     BASE_CONFIG_NAME,
     REPORT_NAMES,
     Checkpoint,
+    depth_config_of,
     load_tokenizer,
     open_checkpoint,
     refuse_links_out,
 )
+from ..checkpoints.remote_code import code_files
 from ..checkpoints.reports import ConversionReport, SourceWeights
-from ..configuration_attnres import AttnResConfig
 from ..data.text import read_sample
 from ..depth.reads import Read
 from ..model_cards.card import inherited_metadata, weights_of, write_model_card
 from ..utils.files import atomic_folder
-from .checks import check_tensors, depth_config, is_attnres
+from .checks import check_tensors
+from .options import Writing
 from .parity import check_device_map, check_finite_weights, compare_with, read_windows, run_reference
 from .running import quiet_loading
 from .weights import copy_companions, write_weights
@@ -37,77 +40,118 @@ from .weights import copy_companions, write_weights
 BASE_CARD_NAME = "README.base.md"
 
 
-def write_checkpoint(
-    operation: str,
-    source: Checkpoint,
-    path: Path,
-    config: PreTrainedConfig | dict,
-    *,
-    add: dict[str, torch.Tensor] | None = None,
-    rename: Callable[[str], str | None] = lambda name: name,
-    link: bool = False,
-    verify: bool = False,
-    verify_text: str | Path | None = None,
-    device: str = "auto",
-    may_differ: bool = False,
-    notes: Sequence[str] = (),
-    weights: SourceWeights | None = None,
-    files: dict[str, Path] | None = None,
-) -> ConversionReport:
+@dataclass(frozen=True)
+class Conversion:
+    """What is to be written of a source.
+
+    Args:
+        operation: what to call it.
+        config: of the checkpoint to write; a dict where it is not one of transformers.
+        add: tensors to add, by name.
+        rename: new names of the others, `None` for those to leave out.
+        notes: for the report.
+        weights: what the source's were made from, where that does not show in its files.
+        files: to copy under these names, after the config has been written.
+    """
+
+    operation: str
+    source: Checkpoint
+    config: PreTrainedConfig | dict
+    add: dict[str, torch.Tensor] = field(default_factory=dict)
+    rename: Callable[[str], str | None] = lambda name: name
+    notes: Sequence[str] = ()
+    weights: SourceWeights | None = None
+    files: dict[str, Path] = field(default_factory=dict)
+
+    @property
+    def depth_config(self) -> Any:
+        """The config of the decoder to write, if that reads over depth; `None` also for one not of transformers."""
+        return None if isinstance(self.config, dict) else depth_config_of(self.config)
+
+    @functools.cached_property
+    def names(self) -> dict[str, str | None]:
+        """New names of the source's tensors."""
+        return {name: self.rename(name) for name in self.source.weight_map}
+
+    def num_bytes(self, link: bool) -> int:
+        """How much is written."""
+        added = sum(tensor.nbytes for tensor in self.add.values())
+        return added if link else self.source.num_bytes + added
+
+    def facts(self) -> dict[str, Any]:
+        """What a report says of source and result; where that has no blocks, the sublayers are the source's."""
+        config, depth = self.config, self.depth_config
+        config_dict = config if isinstance(config, dict) else config.to_dict()
+        return {
+            **self.source.facts_as_source(),
+            "operation": self.operation,
+            "model_type": config_dict["model_type"],
+            "base_model_type": config_dict.get("base_model_type"),
+            "num_sublayers": (depth or self.source.depth_config).num_sites - 1,
+            "block_size": None if depth is None else depth.attn_res_block_size,
+            "read": "" if depth is None else Read.of(depth).in_words(),
+            "tensors_added": {name: list(tensor.shape) for name, tensor in self.add.items()},
+            "tensors_dropped": sorted(name for name, new in self.names.items() if new is None),
+        }
+
+
+def write_checkpoint(conversion: Conversion, path: Path, how: Writing) -> ConversionReport:
     """Write, verify, describe: the part that all conversions share.
 
     Args:
         path: folder to write, as `check_destination` gives it.
-        config: of the checkpoint to write; a dict where it is not one of transformers.
-        add: tensors to add, by name.
-        rename: new names of the others, `None` for those to leave out.
-        may_differ: write it also if the verification shows a difference.
-        weights: what the source's were made from, where that does not show in its files.
-        files: to copy under these names, after the config has been written.
     """
-    names, add = cards_to_keep(source, config), add or {}
-    weights = weights or weights_of(source)
-    notes = notes if weights is None else [weights.note(), *notes]
-    check_before_writing(source, names)
-    if verify:
-        check_before_verifying(source, verify_text, device)
-    tensor_bytes = sum(tensor.nbytes for tensor in add.values())
+    source = conversion.source
+    cards = cards_to_keep(conversion)
+    weights = conversion.weights or weights_of(source)
+    notes = [*([] if weights is None else [weights.note()]), *conversion.notes]
+    check_before_writing(source, cards)
+    if how.verify:
+        check_before_verifying(source, how.verify_text, how.device)
     way_out = " Within one disk `--link` needs next to nothing."
-    with atomic_folder(path, tensor_bytes if link else source.num_bytes + tensor_bytes, way_out) as folder:
-        reference = run_reference(source, verify_text, device=device) if verify else None
+    with atomic_folder(path, conversion.num_bytes(how.link), way_out) as folder:
+        reference = run_reference(source, how.verify_text, device=how.device) if how.verify else None
         start = time.perf_counter()
-        copy_companions(source, folder, names)
-        write_config(config, folder)
-        for name, path_of_file in (files or {}).items():
-            shutil.copyfile(path_of_file, folder / name)
-        write_weights(source, folder, add=add, rename=rename, link=link)
-        if not isinstance(config, dict):
-            notes = [*notes, *keep_tokenizer(source, folder), *keep_processor(source, folder)]
+        notes += write_files(conversion, cards, folder, link=how.link)
+        written = None
+        if not isinstance(conversion.config, dict):
             written = replace(open_checkpoint(folder), name=str(path))
             check_tensors(written)
         seconds = time.perf_counter() - start
-
-        verification = None if reference is None else compare_with(reference, written, device)
-        if not (verification is None or verification.equal or may_differ):
-            raise ValueError(
-                f"`{path}` would not compute what `{source.name}` does, so it is not written. The first difference is"
-                f" at {verification.first_difference}; please report this.\n" + verification.to_markdown()
-            )
+        verification = None
+        if reference is not None and written is not None:
+            verification = compare_with(reference, written, how.device)
+            if not (verification.equal or how.may_differ):
+                raise ValueError(
+                    f"`{path}` would not compute what `{source.name}` does, so it is not written. The first difference"
+                    f" is at {verification.first_difference}; please report this.\n{verification.to_markdown()}"
+                )
         report = ConversionReport(
-            operation=operation,
             destination=path.name,
-            **facts_of_source(source),
-            **facts_of_config(source, config),
-            tensors_added={name: list(tensor.shape) for name, tensor in add.items()},
-            tensors_dropped=sorted(name for name in source.weight_map if rename(name) is None),
+            **conversion.facts(),
             seconds=seconds,
             versions={"attnres": __version__, "transformers": transformers.__version__, "torch": torch.__version__},
             verification=verification,
-            notes=list(notes),
+            notes=notes,
             weights=weights,
         )
-        write_report_and_card(report, source, config, folder)
+        write_report_and_card(report, conversion, folder, written)
     return report
+
+
+def write_files(conversion: Conversion, cards: dict[str, str | None], folder: Path, *, link: bool) -> list[str]:
+    """Write config, weights and companions.
+
+    Returns:
+        What had to be done so that tokenizer and processor load, for the report.
+    """
+    source, config = conversion.source, conversion.config
+    copy_companions(source, folder, cards)
+    write_config(config, folder)
+    for name, path in conversion.files.items():
+        shutil.copyfile(path, folder / name)
+    write_weights(source, folder, add=conversion.add, names=conversion.names, link=link)
+    return [] if isinstance(config, dict) else [*keep_tokenizer(source, folder), *keep_processor(source, folder)]
 
 
 def check_before_writing(source: Checkpoint, names: dict[str, str | None]):
@@ -135,55 +179,31 @@ def write_config(config: PreTrainedConfig | dict, folder: Path):
     config.save_pretrained(folder)
 
 
-def facts_of_source(source: Checkpoint) -> dict[str, Any]:
-    return {
-        "source": source.title,
-        "source_commit": source.commit,
-        "left_behind": list(source.left_behind),
-        "num_bytes": source.num_bytes,
-    }
-
-
-def facts_of_config(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[str, Any]:
-    """Types and blocks of what is written; where that has no blocks, the number of sublayers is the source's."""
-    config_dict = config if isinstance(config, dict) else config.to_dict()
-    of_depth = written_depth_config(config)
-    return {
-        "model_type": config_dict["model_type"],
-        "base_model_type": config_dict.get("base_model_type"),
-        "num_sublayers": (of_depth or depth_config(source.config)).num_sites - 1,
-        "block_size": None if of_depth is None else of_depth.attn_res_block_size,
-        "read": "" if of_depth is None else Read.of(of_depth).in_words(),
-    }
-
-
-def written_depth_config(config: PreTrainedConfig | dict) -> AttnResConfig | None:
-    """`depth_config` of a checkpoint to write; `None` also for one that is not transformers'."""
-    return None if isinstance(config, dict) else depth_config(config)
-
-
-def write_report_and_card(report: ConversionReport, source: Checkpoint, config: PreTrainedConfig | dict, folder: Path):
+def write_report_and_card(report: ConversionReport, conversion: Conversion, folder: Path, written: Checkpoint | None):
     """Write the report as JSON and Markdown, and the model card of an AttnRes checkpoint."""
     (folder / REPORT_NAMES[0]).write_text(json.dumps(report.to_dict(), indent=2) + "\n", encoding="utf-8")
     (folder / REPORT_NAMES[1]).write_text(report.to_markdown(), encoding="utf-8")
-    if written_depth_config(config) is not None:
-        base_model = source.commit and source.name
-        inherited = inherited_metadata(folder / BASE_CARD_NAME, None if is_attnres(source) else base_model)
-        write_model_card(folder, base_metadata=inherited, repo_id=report.destination, on_hub=False)
+    if conversion.depth_config is not None:
+        source = conversion.source
+        base_model = None if source.is_attnres else source.commit and source.name
+        inherited = inherited_metadata(folder / BASE_CARD_NAME, base_model)
+        write_model_card(folder, base_metadata=inherited, repo_id=report.destination, on_hub=False, checkpoint=written)
 
 
-def cards_to_keep(source: Checkpoint, config: PreTrainedConfig | dict) -> dict[str, str | None]:
+def cards_to_keep(conversion: Conversion) -> dict[str, str | None]:
     """Where the source's cards and reports go, `None` for nowhere.
 
     A base's card and config step aside for those of the conversion, and come back with the base. Depth maps are of the
     source, model code of an AttnRes checkpoint.
     """
-    maps = (name for name in source.companions if name.startswith("depth/") and is_attnres(source))
-    code = source.code if is_attnres(source) else ()  # which goes along with the config, see `write_config`
+    source = conversion.source
+    maps = (name for name in source.companions if name.startswith("depth/") and source.is_attnres)
+    # Which goes along with a config that names it, see `write_config`
+    code = (*source.code, *code_files()) if source.is_attnres else ()
     stay = ("README.md", BASE_CARD_NAME, BASE_CONFIG_NAME, *REPORT_NAMES, *maps, *code)
     names: dict[str, str | None] = dict.fromkeys(stay)
-    if written_depth_config(config) is not None:
-        if not is_attnres(source):
+    if conversion.depth_config is not None:
+        if not source.is_attnres:
             return names | {"README.md": BASE_CARD_NAME}
         return names | {name: name for name in ("README.md", BASE_CARD_NAME, BASE_CONFIG_NAME)}
     return names | {BASE_CARD_NAME: "README.md"}

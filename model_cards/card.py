@@ -5,7 +5,7 @@
 """
 
 from collections import Counter
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote
@@ -51,25 +51,9 @@ INHERITED = ("license", "license_name", "license_link", "language", WEIGHTS_ENTR
 MAX_TABLE_BYTES = 2**20
 
 
-def render_model_card(
-    config: AttnResConfig,
-    query: torch.Tensor,
-    *,
-    title: str,
-    repo_id: str,
-    metadata: dict[str, Any] | None = None,
-    report: dict[str, Any] | None = None,
-    parity: str | None = None,
-    evaluation: str | None = None,
-    weights: SourceWeights | None = None,
-    figures: list[Path] | None = None,
-    inspection: dict[str, Any] | None = None,
-    differences: bool = False,
-    training: dict[str, Any] | None = None,
-    multimodal: str | None = None,
-    with_code: bool = True,
-) -> ModelCard:
-    """The card of an AttnRes model.
+@dataclass(frozen=True)
+class CardContent:
+    """What the card of an AttnRes model says.
 
     Args:
         config: of the model, or of the language model in a multimodal one.
@@ -86,11 +70,32 @@ def render_model_card(
         multimodal: the name of the Auto class by which a multimodal model is loaded, with the code of its base.
         with_code: whether the code of the model goes with it.
     """
+
+    config: AttnResConfig
+    query: torch.Tensor
+    title: str
+    repo_id: str
+    metadata: dict[str, Any] = field(default_factory=dict)
+    report: dict[str, Any] | None = None
+    parity: str | None = None
+    evaluation: str | None = None
+    weights: SourceWeights | None = None
+    figures: list[Path] = field(default_factory=list)
+    inspection: dict[str, Any] | None = None
+    differences: bool = False
+    training: dict[str, Any] | None = None
+    multimodal: str | None = None
+    with_code: bool = True
+
+
+def render_model_card(content: CardContent) -> ModelCard:
+    """The card of an AttnRes model."""
+    config, weights = content.config, content.weights
     metadata = {
         **code_metadata(),
         "library_name": "transformers",
         "pipeline_tag": PIPELINE_TAGS[(config.architectures or ["AttnResForCausalLM"])[0]],
-        **(metadata or {}),
+        **content.metadata,
     }
     tags = metadata.get("tags") or []
     tags = [tags] if isinstance(tags, str) else tags
@@ -99,19 +104,22 @@ def render_model_card(
     counts = config.sublayers_per_layer()
     kinds = "".join("AM" if count == 2 else "S" * count for count in counts)
     legends = {"A": "A: attention, M: MLP", "S": "S: all that a layer adds at once"}
-    norms = query.float().norm(dim=-1)
-    is_made_of_other = is_made_of_other_weights(metadata, report, weights)
-    if weights is not None and is_made_of_other and weights.quantized and not norms.any() and training is None:
+    norms = content.query.float().norm(dim=-1)
+    is_made_of_other = is_made_of_other_weights(metadata, content.report, weights)
+    is_untrained = not norms.any() and content.training is None
+    if weights is not None and is_made_of_other and weights.quantized and is_untrained:
         metadata.setdefault("base_model_relation", "quantized")  # as the Hub has it; otherwise it takes a fine-tune
+    shown = {name: value for name, value in vars(content).items() if name not in ("query", "metadata")}
+    shown |= {
+        "parity": None if content.parity is None else Markdown(content.parity),
+        "evaluation": None if content.evaluation is None else plain_markdown(content.evaluation),
+        "figures": [_picture(path) for path in content.figures],
+    }
     return _rendered(
         "card.md.jinja",
         metadata,
-        title=title,
-        repo_id=repo_id,
-        config=config,
         base_model=linked_base(metadata),
         is_made_of_other=is_made_of_other,
-        weights=weights,
         read=sentence(Read.of(config).in_words()),
         query_norm=norms.max().item(),
         num_trained=norms.count_nonzero().item(),
@@ -119,15 +127,7 @@ def render_model_card(
         num_sublayers=num_sublayers,
         legend=", ".join(legend for kind, legend in legends.items() if kind in kinds),
         short=num_sublayers % size,
-        report=report,
-        parity=None if parity is None else Markdown(parity),
-        evaluation=None if evaluation is None else plain_markdown(evaluation),
-        figures=[_picture(path) for path in figures or ()],
-        inspection=inspection,
-        differences=differences,
-        training=training,
-        multimodal=multimodal,
-        with_code=with_code,
+        **shown,
     )
 
 
@@ -184,7 +184,7 @@ def write_adapter_card(
 ) -> Path:
     """Write `README.md` of a PEFT adapter in a folder.
 
-    Arguments as for `render_model_card`; `training` also has `has_queries`, whether the base is an AttnRes model, and
+    Arguments as for `CardContent`; `training` also has `has_queries`, whether the base is an AttnRes model, and
     `load_in_4bit`, whether it was trained on a base of 4 bits.
     """
     tags = [training["mode"], *(("attnres", "attention-residuals") if training["has_queries"] else ())]
@@ -211,10 +211,12 @@ def write_model_card(
     on_hub: bool | None = None,
     evaluation: str | Path | None = None,
     training: dict[str, Any] | None = None,
+    checkpoint: Checkpoint | None = None,
 ) -> Path:
     """Write `README.md` of the AttnRes checkpoint in a folder; other arguments and errors as for `model_card`.
 
     Args:
+        checkpoint: that in the folder, if it is open already.
         evaluation: a folder of `attnres eval`, whose table and plot go along and whose scores go into the metadata.
     """
     if evaluation is not None:
@@ -229,7 +231,12 @@ def write_model_card(
         if pictures is not None:
             write_file(Path(folder) / "evaluation/differences.png", pictures)
     card = model_card(
-        folder, base_metadata=base_metadata, repo_id=repo_id, title=title, on_hub=on_hub, training=training
+        checkpoint or folder,
+        base_metadata=base_metadata,
+        repo_id=repo_id,
+        title=title,
+        on_hub=on_hub,
+        training=training,
     )
     path = Path(folder) / "README.md"
     write_file(path, str(card))
@@ -237,7 +244,7 @@ def write_model_card(
 
 
 def model_card(
-    folder: str | Path,
+    source: str | Path | Checkpoint,
     *,
     base_metadata: dict[str, Any] | None = None,
     repo_id: str | None = None,
@@ -245,55 +252,69 @@ def model_card(
     on_hub: bool | None = None,
     training: dict[str, Any] | None = None,
 ) -> ModelCard:
-    """The card of the AttnRes checkpoint in a folder, from its config, queries, reports and figures.
+    """The card of an AttnRes checkpoint, from its config, queries, reports and figures.
 
     Entries of the metadata of a card that is there already are kept, its text is not. A table at
     `evaluation/table.md` and the pictures in `figures/` and of `attnres inspect -o FOLDER/depth` are shown.
 
     Args:
+        source: its folder, or the checkpoint itself, opened.
         base_metadata: entries to add, such as `base_model` and `license`.
         repo_id: what to load the model by in the examples; by default the name of the folder.
         title: by default the last part of that.
         on_hub: whether that is a repository, where the code of the model goes along; by default if it is given.
-        training: as for `render_model_card`.
+        training: as for `CardContent`.
 
     Raises:
         ValueError, OSError: if the folder holds no whole AttnRes checkpoint.
     """
-    checkpoint = open_checkpoint(folder)
-    if not isinstance(checkpoint.text_config, AttnResConfig):
-        raise ValueError(f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one.")
+    checkpoint = source if isinstance(source, Checkpoint) else open_checkpoint(source)
+    if checkpoint.depth_config is None:
+        raise ValueError(f"`{checkpoint.name}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one.")
     folder = checkpoint.folder
+    weights = weights_of(checkpoint) or _weights_in(base_metadata or {}, dequantized=True)
+    report, verification = read_report(folder)
+    table = read_inside(folder, "evaluation/table.md", MAX_TABLE_BYTES)
+    title = title or (repo_id or folder.absolute().name).split("/")[-1]
+    is_on_hub = repo_id is not None if on_hub is None else on_hub
+    return render_model_card(
+        CardContent(
+            config=checkpoint.depth_config,
+            query=_queries(checkpoint),
+            title=title,
+            repo_id=repo_id or title,
+            metadata=_metadata(checkpoint, base_metadata or {}, weights),
+            report=report,
+            parity=None if verification is None else verification.to_markdown(),
+            evaluation=None if table is None else table.decode(errors="replace"),
+            weights=weights,
+            figures=_pictures(folder),
+            inspection=_inspection(folder),
+            differences=file_inside(folder, "evaluation/differences.png") is not None,
+            training=training,
+            multimodal=checkpoint.auto_class.__name__ if checkpoint.is_multimodal else None,
+            with_code=is_on_hub or (folder / "modeling_attnres.py").exists(),
+        )
+    )
+
+
+def _queries(checkpoint: Checkpoint) -> torch.Tensor:
+    """All that is zero at first in what makes its queries, `[sites, n]`."""
     names = [checkpoint.query_prefix + name for name in ZERO_AT_FIRST]
     names = [name for name in names if name in checkpoint.weight_map]
-    weights = weights_of(checkpoint) or _weights_in(base_metadata or {}, dequantized=True)
-    metadata = {**read_metadata(folder / "README.md"), **(base_metadata or {}), **code_metadata()}
+    return torch.cat([tensor.flatten(1) for tensor in checkpoint.tensors(names).values()], dim=1)
+
+
+def _metadata(checkpoint: Checkpoint, base_metadata: dict[str, Any], weights: SourceWeights | None) -> dict[str, Any]:
+    """The metadata of its card as it is, with those of the base, of the code and of the weights."""
+    metadata = {**read_metadata(checkpoint.folder / "README.md"), **base_metadata, **code_metadata()}
     metadata.pop(WEIGHTS_ENTRY, None)
     if weights is not None:
         metadata[WEIGHTS_ENTRY] = asdict(weights)
     if checkpoint.is_multimodal:
         sees = checkpoint.auto_class is AutoModelForImageTextToText
         metadata["pipeline_tag"] = PIPELINE_TAGS["AttnResForConditionalGeneration"] if sees else "audio-text-to-text"
-    report, verification = read_report(folder)
-    table = read_inside(folder, "evaluation/table.md", MAX_TABLE_BYTES)
-    title = title or (repo_id or folder.absolute().name).split("/")[-1]
-    return render_model_card(
-        checkpoint.text_config,
-        torch.cat([tensor.flatten(1) for tensor in checkpoint.tensors(names).values()], dim=1),
-        title=title,
-        repo_id=repo_id or title,
-        metadata=metadata,
-        report=report,
-        parity=None if verification is None else verification.to_markdown(),
-        evaluation=None if table is None else table.decode(errors="replace"),
-        weights=weights,
-        figures=_pictures(folder),
-        inspection=_inspection(folder),
-        differences=file_inside(folder, "evaluation/differences.png") is not None,
-        training=training,
-        multimodal=checkpoint.auto_class.__name__ if checkpoint.is_multimodal else None,
-        with_code=(repo_id is not None if on_hub is None else on_hub) or (folder / "modeling_attnres.py").exists(),
-    )
+    return metadata
 
 
 def _check_folder_inside(folder: Path, name: str):
@@ -438,7 +459,8 @@ def push_card_if_missing(
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if not api.file_exists(repo_id, "README.md"):
         query = torch.cat([tensor.flatten(1) for tensor in model.trunk.depth_queries.zeros_at_first()], dim=1)
-        card = render_model_card(model.config, query.detach().cpu(), title=repo_id.split("/")[-1], repo_id=repo_id)
+        content = CardContent(model.config, query.detach().cpu(), title=repo_id.split("/")[-1], repo_id=repo_id)
+        card = render_model_card(content)
         api.upload_file(
             path_or_fileobj=str(card).encode(),
             path_in_repo="README.md",

@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..checkpoints.checkpoint import COMPANIONS, INDEX_NAME, Checkpoint, open_checkpoint, refuse_links_out
 from ..checkpoints.location import HTTPError
 from ..checkpoints.remote_code import code_files, code_metadata
-from ..configuration_attnres import REMOTE_CODE_AUTO_MAP, AttnResConfig
+from ..configuration_attnres import REMOTE_CODE_AUTO_MAP
 from .card import model_card, read_metadata
 
 
@@ -41,7 +41,7 @@ def plan_push(folder: str | Path, repo_id: str) -> Push:
     if not Path(folder).is_dir():
         raise OSError(f"There is no folder `{folder}`.")
     checkpoint = open_checkpoint(folder)
-    if not isinstance(checkpoint.text_config, AttnResConfig):
+    if checkpoint.depth_config is None:
         raise ValueError(
             f"`{folder}` is a `{checkpoint.config.model_type}` checkpoint, not an AttnRes one:"
             f" `attnres convert` makes one, `hf upload {repo_id} {folder}` uploads it as it is."
@@ -101,8 +101,8 @@ def card_for(checkpoint: Checkpoint, repo_id: str) -> ModelCard:
     if path.exists():
         read_metadata(path)  # which says what is wrong with it
         card = ModelCard.load(path)
-        if card.text != model_card(checkpoint.folder).text:
+        if card.text != model_card(checkpoint).text:
             for name, value in code_metadata().items():
                 card.data[name] = value
             return card
-    return model_card(checkpoint.folder, repo_id=repo_id)
+    return model_card(checkpoint, repo_id=repo_id)

@@ -3,12 +3,15 @@
 
 import filecmp
 import hashlib
+import inspect
 import json
 import multiprocessing
 import os
 import random
 import shutil
 import time
+from collections import Counter
+from dataclasses import fields
 
 import pytest
 import tiny_models
@@ -28,10 +31,14 @@ from transformers import (
 )
 from typer.testing import CliRunner
 
-from attnres import AttnResForCausalLM
+from attnres import AttnResConfig, AttnResForCausalLM, AttnResMultimodalConfig
+from attnres.checkpoints.checkpoint import ATTNRES_TYPES
 from attnres.conversion import convert, open_checkpoint, revert, verify
 from attnres.conversion import parity as parity_module
+from attnres.conversion.options import ConvertOptions, ReadChoice, Writing
 from attnres.data.text import train_tokenizer
+from attnres.depth.reads import Read
+from attnres.utils import untrusted
 
 
 @pytest.fixture(scope="module")
@@ -161,6 +168,45 @@ def test_python_and_command_line_say_the_same(kwargs, size, base, tmp_path, run_
     assert python.keys() == cli.keys()
     named = {"README.md", "conversion_report.json", "conversion_report.md"}  # they name the folder
     assert {name for name in python if python[name] != cli[name]} <= named
+
+
+def test_wrong_keywords_are_refused_and_right_ones_shown(base, tmp_path):
+    for kwargs, message in (({"blocksize": 2}, "unexpected keyword argument 'blocksize'"), ({"head": 2}, "'head'")):
+        with pytest.raises(TypeError, match=rf"convert\(\) got an .*{message}"):
+            convert(base, tmp_path / "attnres", **kwargs)
+    with pytest.raises(TypeError, match=r"convert\(\) missing a required argument: 'destination'"):
+        convert(base)
+    parameters = inspect.signature(convert).parameters
+    assert [*parameters][:5] == ["source", "destination", "block_size", "num_blocks", "full"]
+    groups = {field.name: field.default for group in (Writing, ReadChoice) for field in fields(group)}
+    assert groups.pop("may_differ") is False  # which `revert` alone has, as `force`
+    assert {name: parameters[name].default for name in groups} == groups
+    assert groups.keys() == ConvertOptions.__annotations__.keys() and parameters["link"].annotation is bool
+    assert {field.name for field in fields(ReadChoice)} == {field.name for field in fields(Read)}
+
+
+def test_types_of_configs():
+    """Which `checkpoints` knows by name, as it stands below them."""
+    assert ATTNRES_TYPES == (AttnResConfig.model_type, AttnResMultimodalConfig.model_type)
+
+
+def test_a_checkpoint_is_opened_once(base, tmp_path, monkeypatch):
+    """The config of the source and that of the result are each read once, also with a card and another change."""
+    read, reads = untrusted.read_bytes, []
+
+    def counted(path):
+        reads.append(path)
+        return read(path)
+
+    monkeypatch.setattr(untrusted, "read_bytes", counted)
+    convert(base, tmp_path / "attnres", block_size=3, verify=False)
+    convert(tmp_path / "attnres", tmp_path / "full", full=True, verify=False)
+    assert Counter(path for path in reads if path.name == "config.json") == {
+        base / "config.json": 1,
+        tmp_path / ".attnres.unfinished/config.json": 1,
+        tmp_path / "attnres/config.json": 1,
+        tmp_path / ".full.unfinished/config.json": 1,
+    }
 
 
 def test_change_of_blocks(base, tmp_path):

@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import sys
+from collections import Counter
 from pathlib import Path
 
 import pytest
@@ -18,9 +19,8 @@ from tiny_gguf import write_gguf
 from tiny_models import WITHOUT_PACKAGE, mostly_slow, randomize_queries, tiny_base_model
 from tiny_models import convert as convert_in_memory
 from transformers import AutoModelForCausalLM
-from transformers.dynamic_module_utils import get_relative_import_files
 
-from attnres import __version__, modeling_attnres
+from attnres import __version__
 from attnres.checkpoints.remote_code import code_files
 from attnres.conversion import convert, revert
 from attnres.data.text import read_sample, train_tokenizer
@@ -104,13 +104,6 @@ def assert_loads_without_package(hub, repo_id, local, tmp_path):
         assert torch.equal(model.model(results["input_ids"])[0], results["AutoModel"])
     generated = model.generate(results["input_ids"], max_new_tokens=6, do_sample=False)
     assert torch.equal(generated, results["generated"])
-
-
-def test_the_code_is_whole():
-    """What transformers follows the imports of a checkpoint's code to is what goes with the checkpoint."""
-    modeling = Path(modeling_attnres.__file__)
-    imported = map(Path, get_relative_import_files(str(modeling)))
-    assert {modeling.name, *(path.name for path in imported)} == CODE
 
 
 @pytest.mark.slow
@@ -261,6 +254,28 @@ def test_convert_from_the_hub(hub, checkpoint, tmp_path, tokenizer):
     assert "they differ, first at" in attnres(hub, "verify", "tester/base", tmp_path / "old", code=1)
     hub.__exit__()
     attnres(hub, "convert", "tester/base", tmp_path / "offline", "--no-verify")
+
+
+CONVERT_ONCE = """
+import sys
+from attnres.conversion import convert
+convert("tester/base", sys.argv[1], verify=False)
+"""
+
+
+@pytest.mark.slow
+def test_the_hub_is_asked_once(hub, checkpoint, tmp_path):
+    """Whether it is there, for the config, and for what else is new: whether from Python or from a shell."""
+    python(hub, PUBLISH_BASE, tmp_path / "base")
+    for number, name in enumerate(("first", "second")):
+        hub.requests.clear()
+        python(hub, CONVERT_ONCE, tmp_path / name)
+        heads = [request for request in hub.requests if request.startswith("HEAD")]
+        assert heads.count("HEAD /") == 1 and heads.count("HEAD /tester/base/resolve/main/config.json") == 1
+        assert len(heads) == len(set(heads)) and number == (len(heads) == 2)
+    hub.requests.clear()
+    attnres(hub, "convert", "tester/base", tmp_path / "third", "--no-verify")
+    assert Counter(hub.requests) == {"HEAD /": 2, "HEAD /tester/base/resolve/main/config.json": 1}
 
 
 @pytest.mark.slow

@@ -8,7 +8,7 @@ from transformers import Qwen3Config
 
 import attnres.model_cards.card
 from attnres import AttnResConfig, __version__
-from attnres.model_cards.card import render_model_card
+from attnres.model_cards.card import CardContent, render_model_card
 
 
 def test_the_demos_card_is_not_stale():
@@ -21,7 +21,7 @@ def test_the_demos_card_is_not_stale():
         hidden_size=128, intermediate_size=320, num_hidden_layers=4, num_attention_heads=4, num_key_value_heads=2
     )
     versions = {"attnres": __version__, "transformers": transformers_version, "torch": torch_version}
-    rendered = render_model_card(
+    content = CardContent(
         AttnResConfig.from_base_config(base, block_size=2, architectures=["AttnResForCausalLM"]),
         torch.zeros(9, 128),
         title="attnres-demo",
@@ -29,5 +29,6 @@ def test_the_demos_card_is_not_stale():
         report={"operation": "Conversion", "source": "base", "versions": versions},
         parity=parity.partition("\n\n## Limits")[0],
     )
+    rendered = render_model_card(content)
     lines = [line for line in str(rendered).splitlines() if not line.startswith("attnres_code_sha256")]
     assert lines == card.splitlines()

@@ -11,15 +11,18 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from peft import get_peft_model
 from safetensors.torch import load_file, save_file
 from tiny_gguf import write_gguf
 from tiny_models import convert, tiny_base_model
 
+from attnres.checkpoints.checkpoint import COMPANIONS, REPORT_NAMES
 from attnres.data import rows
 from attnres.data.text import read_sample, train_tokenizer
 from attnres.eval.models import EvalModel, EvalOptions, load_model
 from attnres.training import lora_config, queries_config
+from attnres.utils.untrusted import OPENED, PARSED, TOKENIZER_FILES, is_asked_for
 
 
 ROOT = Path(__file__).parents[1]
@@ -348,6 +351,21 @@ def test_links_that_are_followed(place, run_attnres, monkeypatch, capsys):
     capsys.readouterr()
     assert run_attnres("convert", "linked", "out2", "--no-verify") == 1
     assert "is a link out of the folder" in capsys.readouterr().err
+
+
+def test_links_out_are_refused_where_loaders_ask_for_them():
+    """A tokenizer that is saved anew would publish what a link under the name of its vocabulary leads to."""
+    found = set()
+    for path in Path(transformers.__file__).parent.rglob("tokenization*.py"):
+        for names in re.findall(r"VOCAB_FILES_NAMES = \{(.*?)\}", path.read_text(), re.DOTALL):
+            found |= set(re.findall(r": *\"([^\"]+)\"", names))
+    assert {"emoji.json", "vocab.txt", "merges.txt", "tokenizer.json"} <= found
+    loaded = PARSED | TOKENIZER_FILES | {name for name in found if Path(name).suffix in OPENED}
+    loaded |= {name for name in COMPANIONS[""] if "*" not in name and Path(name).suffix in OPENED}
+    of_ours = {"modules.json", *REPORT_NAMES}  # which no loader opens, and which are looked at where they are copied
+    assert {name for name in loaded - of_ours if not is_asked_for(name)} == set()
+    assert all(map(is_asked_for, ("model-00001-of-00002.safetensors", "x.model", "modeling_x.py")))
+    assert not any(map(is_asked_for, ("key.json", "credentials.json", "notes.txt", "setup.py")))
 
 
 def test_dollars_in_a_name(place, run_attnres, monkeypatch):

@@ -6,10 +6,11 @@ and by a link another file of this machine is copied and published with the chec
 """
 
 import contextlib
+import fnmatch
 import json
 import os
 import stat
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +27,15 @@ TOKENIZER_SUFFIXES = {".model", ".tiktoken"}
 WITHOUT_LIMIT = {".safetensors", ".gguf"}
 # What transformers, PEFT and tokenizers open in a folder that is a checkpoint
 OPENED = {".json", ".jinja", ".txt", ".py", *TOKENIZER_SUFFIXES, *WITHOUT_LIMIT}
+# Of them, those that have a name by which loaders ask for them. Others of these kinds are somebody's own
+NAMED = {
+    ".json": (
+        *("*config*.json", "*vocab*.json", "*.index.json", "*token*.json", "chat_template*.json", "tekken.json"),
+        *("params.json", "normalizer.json", "emoji.json", "word_*.json", "byte_maps.json", "speaker_*.json"),
+    ),
+    ".txt": ("*vocab*.txt", "merges.txt", "dict.txt"),
+    ".py": ("configuration_*.py", "modeling_*.py", "tokenization_*.py", "*processing_*.py"),
+}
 # Those that Python parses, whose recursion has an end
 PARSED = {
     *("config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json"),
@@ -198,12 +208,20 @@ def opened_files(folder: Path) -> Iterator[Path]:
                     yield path
 
 
-def check_folder(folder: str | Path, *, follow_links: bool):
+def is_asked_for(name: str) -> bool:
+    """Whether a loader asks for files of this name, and could save anew elsewhere what is in it."""
+    name = Path(name).name
+    patterns = NAMED.get(Path(name).suffix, ("*",))
+    return any(fnmatch.fnmatchcase(name, pattern) for pattern in patterns)
+
+
+def check_folder(folder: str | Path, *, follow_links: bool, parsed: Container[str] = ()):
     """Look at all files that a loader would open in the folder of a checkpoint or an adapter, before it does.
 
     Args:
+        parsed: names of files that have been read already, by `read_json`.
         follow_links: whether links out of the folder are taken for what their owner wants to be read. Where files are
-            copied they are refused.
+            copied they are refused, under names by which loaders ask for files.
 
     Raises:
         ValueError: for what is no regular file, is too large or nested too deeply, for such a link, and for weights
@@ -217,10 +235,10 @@ def check_folder(folder: str | Path, *, follow_links: bool):
             raise ValueError(f"`{path}` is a link to nowhere: remove it, or put the file itself there.")
         names.append(path.relative_to(folder).as_posix())
         check_file(path)
-        if path.name in PARSED:
+        if path.name in PARSED and path.name not in parsed:
             read_json(path)
     if not follow_links:
-        check_inside(folder, names)
+        check_inside(folder, filter(is_asked_for, names))
     if not any(name.endswith((".safetensors", ".gguf")) for name in names):
         pickle = next((path for path in sorted(folder.iterdir()) if path.suffix in PICKLES), None)
         if pickle is not None:
