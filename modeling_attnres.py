@@ -41,6 +41,7 @@ from .base.probe import decoder_layers
 from .base.slices import AttnResSliceMixin, carry_streams, rules_of_stage
 from .configuration_attnres import REMOTE_CODE_AUTO_MAP, AttnResConfig
 from .depth.backends import uses_definition
+from .depth.other_reads import block_cache_class, start_stream
 from .depth.queries import AttnResDepthQueries, fold_queries
 from .depth.stream import DepthRecorder, DepthStream, checkpoint_stream
 
@@ -329,7 +330,8 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         """
         config, read = self.config, self.depth_queries.read_of(self.config)
         read.check_parts(site, config.attn_res_block_size, blocks, partial, outputs)
-        stream = read.start(
+        stream = start_stream(
+            read,
             [tensor.to(blocks[0].device) for tensor in self.fold_queries()],
             tuple(blocks),
             partial,
@@ -348,7 +350,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
             return stream
         # A compiled graph plans its own memory
         reuse = kv_cache is not None and not torch.compiler.is_compiling()
-        cache_class = read.block_cache()
+        cache_class = block_cache_class(read)
         return stream.keep_in(cache_class.beside(kv_cache) if reuse else cache_class())
 
     def fold_queries(self) -> tuple[torch.Tensor, ...]:

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from .attention import norm_of, rms_norm_parameters
+from .norms import norm_of, rms_norm_parameters
 
 
 # Where a sum goes over tokens: some for each multiprocessor of a large GPU, and as many on every other, so that all
@@ -178,7 +178,7 @@ def weighted_sum_backward_kernel(
 
 
 def weighted_sum(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As in `depth_attention`: weights `[..., sources]` in fp32, sources `[..., hidden]` of one dtype."""
+    """As in `autograd.py`: weights `[..., sources]` in fp32, sources `[..., hidden]` of one dtype."""
     sources = [in_one_piece(source) for source in sources]
     mix, hidden_size = torch.empty_like(sources[0]), sources[0].shape[-1]
     if mix.numel():
@@ -427,7 +427,7 @@ def read_closed_kernel(
 def read_closed(
     values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in `depth_attention`: all queries of a block against the closed sources, which are read once.
+    """As in `block_cache.py`: all queries of a block against the closed sources, which are read once.
 
     Args:
         values: `[tokens, sources, hidden]`, contiguous within a token.
@@ -484,8 +484,8 @@ def merge(
     """Phase 2 in one pass: the score of the partial sum, the merge, and the norm behind it.
 
     Args:
-        query, partial, mix, negative_lse, shift: as of `depth_attention.merge_partial`.
-        norm, factor: as of `depth_attention.BlockCache.read`.
+        query, partial, mix, negative_lse, shift: as of `block_cache.merge_partial`.
+        norm, factor: as of `BlockCache.read`.
 
     Returns:
         The normed mix, of the shape of `partial`.

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from attnres.depth.attention import norm_of
+from attnres.depth.norms import norm_of
 from attnres.depth.stream import DepthStream
 from attnres.modeling_attnres import AttnResModel, AttnResPreTrainedModel
 

@@ -19,8 +19,9 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from attnres import BlockCache, DepthRecorder, DepthStream
 from attnres.base.classes import DepthReader, of_both
 from attnres.base.slices import stack_sources
-from attnres.depth.attention import depth_attention_reference
-from attnres.depth.reads import GeneralBlockCache, GeneralStream, Read
+from attnres.depth.definition import depth_attention_reference
+from attnres.depth.other_reads import GeneralBlockCache, GeneralStream
+from attnres.depth.reads import Read
 from attnres.depth.stream import checkpoint_stream
 
 

@@ -27,7 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
-import attnres.depth.attention
+import attnres.depth.block_cache
 from attnres import AttnResConfig, AttnResForCausalLM, BlockCache, DepthRecorder
 
 
@@ -314,9 +314,9 @@ def test_each_closed_block_is_normalised_once(model, input_ids, monkeypatch):
         return counted
 
     # norms of sublayers measure lengths as well
-    monkeypatch.setattr(attnres.depth.attention, "rms_norm_parameters", lambda norm, dtype: None)
+    monkeypatch.setattr(attnres.depth.block_cache, "rms_norm_parameters", lambda norm, dtype: None)
     for name in calls:
-        monkeypatch.setattr(attnres.depth.attention, name, counting(name, getattr(attnres.depth.attention, name)))
+        monkeypatch.setattr(attnres.depth.block_cache, name, counting(name, getattr(attnres.depth.block_cache, name)))
     generate(model, input_ids[:, :1])
     num_sites, block_size, steps = model.config.num_sites, model.config.attn_res_block_size, 8
     num_blocks = -(-num_sites // block_size)

@@ -25,7 +25,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification
 from attnres.base import probe as depth_probe
-from attnres.depth.attention import BlockCache
+from attnres.depth.block_cache import BlockCache
 from attnres.parallel import (
     AttnResPipeline,
     Layout,

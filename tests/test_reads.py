@@ -21,9 +21,11 @@ from attnres.base.slices import stack_sources
 from attnres.cli import app
 from attnres.cli.convert import convert as convert_command
 from attnres.conversion import convert, revert
-from attnres.depth.attention import depth_attention_reference
+from attnres.depth.autograd import HeadScores, TokenScores
 from attnres.depth.choices import READS
-from attnres.depth.reads import WEIGHTS, HeadScores, Read, TokenScores, read_by_definition, weights_by_definition
+from attnres.depth.definition import depth_attention_reference, read_by_definition, weights_by_definition
+from attnres.depth.other_reads import block_cache_class, start_stream
+from attnres.depth.reads import WEIGHTS, Read
 
 
 def read_fields(heads, query, rank, weights, open_block) -> dict:
@@ -687,9 +689,9 @@ def test_sources_and_queries_of_any_size(weights, scale, input_ids):
         embedding, *outputs = torch.randn(6, 1, tokens, 32) * scale
         results = []
         for cached in (False, True):
-            stream = Read.of(config).start([queries], (embedding,), block_size=3, eps=1e-6, sums=True)
+            stream = start_stream(Read.of(config), [queries], (embedding,), block_size=3, eps=1e-6, sums=True)
             with torch.no_grad():
-                stream = stream.keep_in(Read.of(config).block_cache()()) if cached else stream
+                stream = stream.keep_in(block_cache_class(Read.of(config))()) if cached else stream
                 for output in outputs:
                     stream = stream.write(output)
                 results.append(stream.read())

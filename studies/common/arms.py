@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.conversion import convert
 from attnres.data.text import train_tokenizer, windows
-from attnres.depth.attention import depth_weights, mix_and_norm, norm_of, source_scores
+from attnres.depth.attention import depth_weights, mix_and_norm, source_scores
+from attnres.depth.norms import norm_of
 from attnres.depth.stream import DepthStream
 from attnres.training.adapters import lora_config, queries_config
 

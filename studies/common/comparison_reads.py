@@ -15,8 +15,9 @@ from itertools import accumulate
 import torch
 from transformers import PreTrainedModel
 
-from attnres.depth.attention import inverse_rms, source_scores
-from attnres.depth.reads import GeneralStream
+from attnres.depth.attention import source_scores
+from attnres.depth.autograd import inverse_rms
+from attnres.depth.other_reads import GeneralStream
 
 
 class OtherSources(GeneralStream):

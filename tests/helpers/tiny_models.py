@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.base import probe as depth_probe
-from attnres.depth.attention import depth_attention_reference
+from attnres.depth.definition import depth_attention_reference
 
 
 # In front of a script: the package cannot be imported, as where it is not installed
