@@ -159,7 +159,7 @@ def env(as_json: Annotated[bool, json_option("attnres, python, platform, package
             for package, module in ENVIRONMENT.items()
             if packages[package] is not None and (error := _import_error(module))
         }
-        error = _import_error(f"{__package__}.depth_backends")
+        error = _import_error("attnres.depth.backends")
         found["reads"] = None
         if error is None:
             from ..depth.backends import describe
