@@ -27,7 +27,7 @@ from ..checkpoints.checkpoint import QUERY_NAMES, Checkpoint, config_errors_expl
 from ..checkpoints.location import read_config_dict
 from ..checkpoints.reports import ConversionReport
 from ..configuration_attnres import AttnResConfig
-from ..depth.reads import Read
+from ..depth.reads import ReadConfig
 from ..utils.files import check_destination
 from .writing import write_checkpoint
 
@@ -158,7 +158,7 @@ def export_checkpoint(
     if not checkpoint.has_lm_head:
         raise ValueError(f"`{source}` is not a causal LM, the kind that is exchanged.")
     config = checkpoint.config
-    other_read = Read.of(config).in_words()
+    other_read = ReadConfig.of(config).in_words()
     if other_read:
         raise ValueError(
             f"`{source}` has reads over depth that {naming} does not know ({other_read}): there they have one head,"

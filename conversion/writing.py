@@ -25,7 +25,7 @@ from ..checkpoints.checkpoint import (
 from ..checkpoints.reports import ConversionReport, SourceWeights
 from ..configuration_attnres import AttnResConfig
 from ..data.text import read_sample
-from ..depth.reads import Read
+from ..depth.reads import ReadConfig
 from ..model_cards.card import inherited_metadata, weights_of, write_model_card
 from ..utils.files import atomic_folder
 from .checks import check_tensors, depth_config, is_attnres
@@ -153,7 +153,7 @@ def facts_of_config(source: Checkpoint, config: PreTrainedConfig | dict) -> dict
         "base_model_type": config_dict.get("base_model_type"),
         "num_sublayers": (of_depth or depth_config(source.config)).num_sites - 1,
         "block_size": None if of_depth is None else of_depth.attn_res_block_size,
-        "read": "" if of_depth is None else Read.of(of_depth).in_words(),
+        "read": "" if of_depth is None else ReadConfig.of(of_depth).in_words(),
     }
 
 

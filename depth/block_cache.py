@@ -16,20 +16,27 @@ from .backends import kernels_for, use_kernels
 from .norms import norm_of, rms_norm_parameters
 
 
-def key_length(wide_values: torch.Tensor, shift: torch.Tensor) -> torch.Tensor:
-    """`sqrt(hidden) * rms` over the last dimension, `[..., hidden]` -> `[..., 1]`; `shift` is `sqrt(hidden * eps)`.
+def key_l2_norm(wide_values: torch.Tensor, eps_norm: torch.Tensor) -> torch.Tensor:
+    """The L2 norm by which keys are divided: `sqrt(hidden) * rms` over the last dimension, with the epsilon in it.
+
+    Args:
+        wide_values: `[..., hidden]`.
+        eps_norm: the norm of values whose squares are `eps`: `sqrt(hidden * eps)`.
+
+    Returns:
+        `[..., 1]`.
 
     Two operations, where `inverse_rms` is five: what a step of decoding costs is the number of operations.
     """
     norm = torch.linalg.vector_norm(wide_values, dim=-1, keepdim=True)
     if torch.compiler.is_compiling():  # or exporting: ONNX has no `hypot`
-        return (norm.square() + shift.square()).sqrt()
-    return torch.hypot(norm, shift)
+        return (norm.square() + eps_norm.square()).sqrt()
+    return torch.hypot(norm, eps_norm)
 
 
-def length_of_one_token(wide_vector: torch.Tensor, shift: float) -> float:
-    """`key_length` of a vector, `[hidden]`, as a number."""
-    return math.sqrt(torch.dot(wide_vector, wide_vector).item() + shift * shift) or sys.float_info.min
+def l2_norm_of_one_token(wide_vector: torch.Tensor, eps_norm: float) -> float:
+    """`key_l2_norm` of a vector, `[hidden]`, as a number."""
+    return math.sqrt(torch.dot(wide_vector, wide_vector).item() + eps_norm * eps_norm) or sys.float_info.min
 
 
 def read_closed(values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | None = None):
@@ -54,7 +61,7 @@ def read_closed(values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | 
 
 
 def merge_partial(
-    query: torch.Tensor, partial: torch.Tensor, mix: torch.Tensor, negative_lse: torch.Tensor, shift: torch.Tensor
+    query: torch.Tensor, partial: torch.Tensor, mix: torch.Tensor, negative_lse: torch.Tensor, eps_norm: torch.Tensor
 ) -> torch.Tensor:
     """Phase 2: merge the partial sum into the mix of the closed sources by the online-softmax rule.
 
@@ -62,7 +69,7 @@ def merge_partial(
         query: folded query of the site times sqrt(hidden), `[hidden]`.
         partial: partial sum of the open block, `[..., hidden]`.
         mix, negative_lse: results of phase 1 at this site, `[..., hidden]` and `[..., 1]`.
-        shift: see `key_length`.
+        eps_norm: see `key_l2_norm`.
 
     Returns:
         `[..., hidden]`, of the dtype of `mix`.
@@ -72,7 +79,7 @@ def merge_partial(
         score = (wide_partial * query).sum(-1, keepdim=True)
     else:
         score = wide_partial @ query.unsqueeze(-1)
-    alpha = torch.addcdiv(negative_lse, score, key_length(wide_partial, shift)).sigmoid_()
+    alpha = torch.addcdiv(negative_lse, score, key_l2_norm(wide_partial, eps_norm)).sigmoid_()
     return torch.lerp(mix, wide_partial, alpha)
 
 
@@ -91,13 +98,13 @@ class BlockCache:
     into arithmetic: half as many operations on tensors, and few functions.
     """
 
-    # Made by `start`; a single token has numbers where the others have tensors. `closing` and `reading` have an entry
-    # per block: where to write it when it closes, and what to read while it is open
+    # Made by `start`; a single token has numbers where the others have tensors. `append_views` and `read_views` have
+    # an entry per block: where to write it when it closes, and what to read while it is open
     values: torch.Tensor
     queries: torch.Tensor
-    shifts: dict[float, Any]
-    closing: list[tuple]
-    reading: list[tuple]
+    eps_norms: dict[float, Any]
+    append_views: list[tuple]
+    read_views: list[tuple]
     # Of the block that is open: its number, and by site what is read of the blocks before it
     open_block: int | None
     mix: Sequence[torch.Tensor]
@@ -117,7 +124,7 @@ class BlockCache:
             cache = _BLOCK_CACHES[kv_cache] = cls()
         return cache
 
-    def start(self, queries: torch.Tensor, like: torch.Tensor, block_size: int, eps: float, how: Any = None):
+    def start(self, queries: torch.Tensor, like: torch.Tensor, block_size: int, eps: float, read_config: Any = None):
         """Empty the cache for a forward pass.
 
         Args:
@@ -125,12 +132,13 @@ class BlockCache:
             like: of the shape, dtype and device of every source, `[batch, seq, hidden]`.
             block_size: sublayers per block.
             eps: epsilon of the key RMSNorm.
-            how: the `Read` of the stream, for a cache that knows several.
+            read_config: the `ReadConfig` of the stream, for a cache that knows several.
         """
-        layout = (like.shape, like.dtype, like.device, len(queries), block_size, eps, how, use_kernels(like))
+        layout = (like.shape, like.dtype, like.device, len(queries), block_size, eps, read_config, use_kernels(like))
         # a buffer made under inference mode cannot be written outside of it
         if layout != self.layout or self.values.is_inference() != torch.is_inference_mode_enabled():
-            self.layout, self.shape, self.block_size, self.eps, self.how = layout, like.shape, block_size, eps, how
+            self.layout, self.shape, self.block_size, self.eps = layout, like.shape, block_size, eps
+            self.read_config = read_config
             self._allocate(like, len(queries))
         self.queries.copy_(queries).mul_(self.shape[-1] ** 0.5)
         self.num_passes += 1
@@ -153,28 +161,28 @@ class BlockCache:
         self.queries = like.new_empty(num_sites, hidden_size, dtype=wide)
         self.scores = like.new_empty(num_tokens, num_blocks, num_sites, dtype=wide)
         self.zero = self.queries.new_zeros(hidden_size)
-        self.shifts = {}
-        self.shift = self._shift(self.eps)
+        self.eps_norms = {}
+        self.eps_norm = self._eps_norm(self.eps)
         self.blocks = self._by_site(self.values)
         self.site_queries = self.queries.unbind(0)
         self.site_mixes = self._by_site(self.mixes)
-        self.closing, self.reading = [], []
+        self.append_views, self.read_views = [], []
         for block, first in enumerate(range(0, num_sites, self.block_size)):
             end = min(first + self.block_size, num_sites)
             values, mixes = self.values[:, : block + 1], self.mixes[:, : end - first]
             if self.is_one_token:
-                self.closing.append((values[0, block], self.queries[first:]))
-                self.reading.append((values[0], range(first - num_sites, end - num_sites), mixes[0]))
+                self.append_views.append((values[0, block], self.queries[first:]))
+                self.read_views.append((values[0], range(first - num_sites, end - num_sites), mixes[0]))
             else:
-                self.closing.append((values[:, block], self.queries[first:].mT, self.scores[:, block, first:]))
-                self.reading.append((values, self.scores[:, : block + 1, first:end].mT, mixes))
+                self.append_views.append((values[:, block], self.queries[first:].mT, self.scores[:, block, first:]))
+                self.read_views.append((values, self.scores[:, : block + 1, first:end].mT, mixes))
 
-    def _shift(self, eps: float) -> Any:
-        """See `key_length`."""
-        if eps not in self.shifts:
-            shift = (self.shape[-1] * eps) ** 0.5
-            self.shifts[eps] = shift if self.is_one_token else self.queries.new_full((), shift)
-        return self.shifts[eps]
+    def _eps_norm(self, eps: float) -> Any:
+        """See `key_l2_norm`."""
+        if eps not in self.eps_norms:
+            eps_norm = (self.shape[-1] * eps) ** 0.5
+            self.eps_norms[eps] = eps_norm if self.is_one_token else self.queries.new_full((), eps_norm)
+        return self.eps_norms[eps]
 
     def _by_site(self, tensor: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """`[tokens, sites, n]` as one `[batch, seq, n]` per site."""
@@ -191,16 +199,16 @@ class BlockCache:
         """
         if self.is_one_token:
             vector = block.to(self.queries.dtype).view(-1)
-            values, queries = self.closing[self.num_closed]
+            values, queries = self.append_views[self.num_closed]
             values.copy_(vector)
-            length = length_of_one_token(vector, self.shift)
-            self.scores_of_one_token.append([product / length for product in torch.mv(queries, vector).tolist()])
+            l2_norm = l2_norm_of_one_token(vector, self.eps_norm)
+            self.scores_of_one_token.append([product / l2_norm for product in torch.mv(queries, vector).tolist()])
         else:
-            values, queries, scores = self.closing[self.num_closed]
+            values, queries, scores = self.append_views[self.num_closed]
             with maybe_autocast(device_type=block.device.type, enabled=False):
                 values.copy_(block.flatten(0, -2))
                 wide_block = values.to(scores.dtype)
-                scores.copy_((wide_block @ queries).div_(key_length(wide_block, self.shift)))
+                scores.copy_((wide_block @ queries).div_(key_l2_norm(wide_block, self.eps_norm)))
         self.num_closed += 1
         return self.blocks[self.num_closed - 1] if self.values.dtype == self.dtype else block
 
@@ -231,8 +239,8 @@ class BlockCache:
         query, negative_lse = self.site_queries[site], self.negative_lse[offset]
         kernels = kernels_for(partial)
         if kernels is not None:
-            return kernels.merge(query, partial, mix, negative_lse, self.shift, norm, factor)
-        mix = merge_partial(query, partial, mix, negative_lse, self.shift)
+            return kernels.merge(query, partial, mix, negative_lse, self.eps_norm, norm, factor)
+        mix = merge_partial(query, partial, mix, negative_lse, self.eps_norm)
         return self._normed(mix, norm, factor)
 
     def _normed(self, mix: torch.Tensor, norm: nn.Module | None, factor: int, copy: bool = False) -> torch.Tensor:
@@ -246,11 +254,11 @@ class BlockCache:
             mix = (mix * factor).to(dtype) if factor != 1 else mix.to(dtype, copy=copy)
             return mix if norm is None else norm_of(norm, mix)
         weight, eps = parameters
-        rms = key_length(mix, self._shift(eps / factor**2)) * mix.shape[-1] ** -0.5
+        rms = key_l2_norm(mix, self._eps_norm(eps / factor**2)) * mix.shape[-1] ** -0.5
         return (mix / rms).to(dtype).mul_(weight)
 
     def _read_closed(self, block: int):
-        values, scores, out = self.reading[block]
+        values, scores, out = self.read_views[block]
         # A compiled graph owns its memory: there, writing into a buffer would only be one more copy. A mix that is
         # given away at once needs none either
         self.buffered = scores.shape[1] > 1 and not torch.compiler.is_compiling()
@@ -267,8 +275,8 @@ class BlockCache:
         if partial is not None:
             wide_partial = partial if dtype == self.mixes.dtype else partial.to(self.mixes.dtype)
             vector = wide_partial.view(-1)
-            length = length_of_one_token(vector, self.shift)
-            score = torch.dot(vector, self.site_queries[site]).item() / length + self.negative_lse[offset]
+            l2_norm = l2_norm_of_one_token(vector, self.eps_norm)
+            score = torch.dot(vector, self.site_queries[site]).item() / l2_norm + self.negative_lse[offset]
             # by the exponential that cannot overflow
             alpha = 1 / (1 + math.exp(-score)) if score > 0 else 1 - 1 / (1 + math.exp(score))
             mix = torch.lerp(mix, wide_partial, alpha)
@@ -289,7 +297,7 @@ class BlockCache:
         return normed if dtype == normed.dtype else normed.to(dtype)
 
     def _read_closed_of_one_token(self, block: int):
-        values, sites, out = self.reading[block]
+        values, sites, out = self.read_views[block]
         if self.num_closed == 1:  # a softmax over one source is 1
             (scores,) = self.scores_of_one_token
             self.mix = [values.view(self.shape)] * len(sites)

@@ -18,29 +18,29 @@ from transformers.utils.import_utils import is_tracing
 from .attention import head_scores, mix_and_norm, source_scores
 from .autograd import TokenScores, by_head, inverse_rms
 from .backends import uses_definition
-from .block_cache import BlockCache, key_length
+from .block_cache import BlockCache, key_l2_norm
 from .definition import scores_by_definition, weights_by_definition
 from .norms import norm_of
-from .reads import WEIGHTS, Read
+from .reads import WEIGHTS, ReadConfig
 from .stream import DepthStream, register_stream
 
 
 @register_stream
 @dataclass(eq=False)
-class GeneralStream(DepthStream):
+class VariantStream(DepthStream):
     """A stream that is read by one or several heads, with one of three kinds of weights, and queries that are learned.
 
     Args:
-        how: what is read, and how. Other arguments as of `DepthStream`.
+        read_config: what is read, and how. Other arguments as of `DepthStream`.
         outputs: those of the open block, each `[batch, seq, hidden]`, if each is a source.
     """
 
-    how: Read = Read()
+    read_config: ReadConfig = ReadConfig()
     outputs: tuple[torch.Tensor, ...] = ()
 
-    def _append(self, output: torch.Tensor, cast: torch.dtype | None) -> DepthStream:
-        new: Any = super()._append(output, cast)
-        if self.how.open_block == "each":
+    def _append(self, output: torch.Tensor, pending_dtype: torch.dtype | None) -> DepthStream:
+        new: Any = super()._append(output, pending_dtype)
+        if self.read_config.open_block == "each":
             new.outputs = () if new.partial is None else (*self.outputs, output)
         return new
 
@@ -54,7 +54,7 @@ class GeneralStream(DepthStream):
 
     @property
     def open_sources(self) -> tuple[torch.Tensor, ...]:
-        if self.how.open_block == "each":
+        if self.read_config.open_block == "each":
             return self.outputs
         return () if self.partial is None else (self.partial,)
 
@@ -63,16 +63,16 @@ class GeneralStream(DepthStream):
         return *self.blocks, *self.open_sources
 
     def _is_one_source(self) -> bool:
-        return self.how.weights == "softmax" and super()._is_one_source()
+        return self.read_config.weights == "softmax" and super()._is_one_source()
 
     def _factor(self) -> int:
         num_sources = len(self.blocks) + len(self.open_sources)
-        return WEIGHTS[self.how.weights].factor(num_sources) if self.sums else 1
+        return WEIGHTS[self.read_config.weights].factor(num_sources) if self.scale_by_sources else 1
 
     def _score(self, queries: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        if self.how.num_heads == 1:
+        if self.read_config.num_heads == 1:
             return source_scores(queries, source, self.eps)
-        return head_scores(queries, source, self.eps, self.how.num_heads)
+        return head_scores(queries, source, self.eps, self.read_config.num_heads)
 
     def _scores(self) -> list[torch.Tensor]:
         """Of every source for this site, each `[batch, seq, (heads)]`."""
@@ -85,17 +85,17 @@ class GeneralStream(DepthStream):
         if masked is not None:
             scores[..., masked] = -torch.inf
         if uses_definition():
-            weights = weights_by_definition(scores, self.how.weights)
+            weights = weights_by_definition(scores, self.read_config.weights)
         else:
-            weights = WEIGHTS[self.how.weights].of_scores(scores)
+            weights = WEIGHTS[self.read_config.weights].of_scores(scores)
         if self.recorder is not None:
-            self.recorder.weights[self.site] = self.recorder.by_token(weights, 1 + (self.how.num_heads > 1))
-        return mix_and_norm(weights * self._factor() if self.sums else weights, self.sources, norm)
+            self.recorder.weights[self.site] = self.recorder.by_token(weights, 1 + (self.read_config.num_heads > 1))
+        return mix_and_norm(weights * self._factor() if self.scale_by_sources else weights, self.sources, norm)
 
     # The block cache
 
     def _start(self, cache: Any):
-        cache.start(self.queries, self.newest, self.block_size, self.eps, self.how)
+        cache.start(self.queries, self.newest, self.block_size, self.eps, self.read_config)
 
     def _read_cached(self, cache: Any, norm: nn.Module | None) -> torch.Tensor:
         return cache.read(self.site, self.open_sources, norm, self._factor())
@@ -113,27 +113,27 @@ class GeneralStream(DepthStream):
         new.outputs = tuple(function(output) for output in self.outputs)
         return new
 
-    def parts(self) -> tuple[list[torch.Tensor | None], tuple]:
-        leaves, context = super().parts()
-        return [*self.outputs, *leaves], (len(self.outputs), self.how, *context)
+    def tree_flatten(self) -> tuple[list[torch.Tensor | None], tuple]:
+        leaves, context = super().tree_flatten()
+        return [*self.outputs, *leaves], (len(self.outputs), self.read_config, *context)
 
     @classmethod
-    def of_parts(cls, leaves: Sequence[torch.Tensor | None], context: tuple) -> DepthStream:
-        num_outputs, how, *others = context
-        new: Any = super().of_parts(leaves[num_outputs:], tuple(others))
-        new.outputs, new.how = tuple(leaves[:num_outputs]), how
+    def tree_unflatten(cls, leaves: Sequence[torch.Tensor | None], context: tuple) -> DepthStream:
+        num_outputs, read_config, *others = context
+        new: Any = super().tree_unflatten(leaves[num_outputs:], tuple(others))
+        new.outputs, new.read_config = tuple(leaves[:num_outputs]), read_config
         return new
 
 
 @register_stream
 @dataclass(eq=False)
-class InputStream(GeneralStream):
+class InputDependentStream(VariantStream):
     """A stream whose queries see its newest source.
 
     Args:
         projections: by site what the queries are multiplied by, `[sites, hidden]`, and what makes a query of a source:
             `W`, `[sites, hidden, hidden]`, or `A`, `[sites, rank, hidden]`, and `B`, transposed, `[sites, hidden,
-            rank]`. Other arguments as of `GeneralStream`; its `queries` are what is added to these.
+            rank]`. Other arguments as of `VariantStream`; its `queries` are what is added to these.
     """
 
     projections: tuple[torch.Tensor, ...] = ()
@@ -161,7 +161,7 @@ class InputStream(GeneralStream):
             return self.inverse_rms
 
     def _scores(self) -> list[torch.Tensor]:
-        query, num_heads = self._query(), self.how.num_heads
+        query, num_heads = self._query(), self.read_config.num_heads
         if uses_definition():
             scores = [scores_by_definition(query, source, self.eps, num_heads) for source in self.sources]
         else:
@@ -174,36 +174,43 @@ class InputStream(GeneralStream):
     def _read_cached(self, cache: Any, norm: nn.Module | None) -> torch.Tensor:
         return cache.read(self.site, self.open_sources, norm, self._factor(), self._query())
 
-    def parts(self) -> tuple[list[torch.Tensor | None], tuple]:
-        leaves, context = super().parts()
+    def tree_flatten(self) -> tuple[list[torch.Tensor | None], tuple]:
+        leaves, context = super().tree_flatten()
         return [*self.projections, *leaves], (len(self.projections), *context)
 
     @classmethod
-    def of_parts(cls, leaves: Sequence[torch.Tensor | None], context: tuple) -> DepthStream:
+    def tree_unflatten(cls, leaves: Sequence[torch.Tensor | None], context: tuple) -> DepthStream:
         num_projections, *others = context
-        new: Any = super().of_parts(leaves[num_projections:], tuple(others))
+        new: Any = super().tree_unflatten(leaves[num_projections:], tuple(others))
         new.projections = tuple(leaves[:num_projections])
         return new
 
 
-class GeneralBlockCache(BlockCache):
-    """The block cache of a `GeneralStream`: every head of a token has a row.
+class VariantBlockCache(BlockCache):
+    """The block cache of a `VariantStream`: every head of a token has a row.
 
     With learned queries reads are of two phases. Queries that see the input are not known before the sublayers in
-    front have run, so these read all closed blocks at every site, with the lengths of their keys as they were kept.
+    front have run, so these read all closed blocks at every site, with the norms of their keys as they were kept.
     """
 
-    lengths: list[torch.Tensor]
+    key_l2_norms: list[torch.Tensor]
 
-    def start(self, queries: torch.Tensor, like: torch.Tensor, block_size: int, eps: float, how: Read | None = None):
+    def start(
+        self,
+        queries: torch.Tensor,
+        like: torch.Tensor,
+        block_size: int,
+        eps: float,
+        read_config: ReadConfig | None = None,
+    ):
         """As of `BlockCache`, for streams that are read in some way."""
-        super().start(queries, like, block_size, eps, how or Read())
+        super().start(queries, like, block_size, eps, read_config or ReadConfig())
         if self.is_one_token and self.num_heads > 1:
             self.slices.copy_(self.queries.view(len(queries), self.num_heads, -1).mT)
-        self.lengths = []
+        self.key_l2_norms = []
 
     def _allocate(self, like: torch.Tensor, num_sites: int):
-        self.kind, self.num_heads = WEIGHTS[self.how.weights], self.how.num_heads
+        self.kind, self.num_heads = WEIGHTS[self.read_config.weights], self.read_config.num_heads
         num_rows, num_blocks = like[..., 0].numel() * self.num_heads, 1 + (num_sites - 1) // self.block_size
         self.dtype = like.dtype
         self.is_one_token = like[..., 0].numel() == 1 and like.device.type == "cpu" and not is_tracing(like)
@@ -211,8 +218,8 @@ class GeneralBlockCache(BlockCache):
         self.values = like.new_empty(num_rows, num_blocks, self.shape[-1] // self.num_heads, dtype=wide)
         self.scores = like.new_empty(num_rows, num_blocks, num_sites, dtype=wide)
         self.queries = like.new_empty(num_sites, self.shape[-1], dtype=wide)
-        self.zero, self.shifts = self.queries.new_zeros(self.shape[-1]), {}
-        self.shift = self._shift(self.eps)
+        self.zero, self.eps_norms = self.queries.new_zeros(self.shape[-1]), {}
+        self.eps_norm = self._eps_norm(self.eps)
         if self.is_one_token:  # for which time goes into views as well
             self._allocate_for_one_token(num_sites, num_blocks)
 
@@ -227,10 +234,10 @@ class GeneralBlockCache(BlockCache):
         # In the order in which they are written and read
         scores_by_site = self.scores.new_empty(num_sites, self.num_heads, num_blocks)
         self.scores = scores_by_site.permute(1, 2, 0)
-        self.closing = []
+        self.append_views = []
         for block, first in enumerate(range(0, num_blocks * self.block_size, self.block_size)):
             queries = head_queries[first:].flatten(0, 1)
-            self.closing.append((self.values[:, block], queries, scores_by_site[first:, :, block]))
+            self.append_views.append((self.values[:, block], queries, scores_by_site[first:, :, block]))
 
     def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
         """`[batch, seq, hidden]` as `[rows, hidden / heads]`, as wide as scores are."""
@@ -242,26 +249,26 @@ class GeneralBlockCache(BlockCache):
             self._append_one_token(block.to(self.queries.dtype).view(-1))
             return block
         wide_block = block.to(self.queries.dtype)
-        length = key_length(wide_block, self.shift).unsqueeze(-1).expand(*self.shape[:-1], self.num_heads, 1)
+        l2_norm = key_l2_norm(wide_block, self.eps_norm).unsqueeze(-1).expand(*self.shape[:-1], self.num_heads, 1)
         self.values[:, self.num_closed].copy_(self._rows(wide_block))
-        if self.how.query == "learned":
+        if self.read_config.query == "learned":
             with maybe_autocast(device_type=block.device.type, enabled=False):
                 heads, queries = by_head([wide_block, self.queries[self.open_from :]], self.num_heads)
-                scores = torch.einsum("...hd,shd->...hs", heads, queries) / length
+                scores = torch.einsum("...hd,shd->...hs", heads, queries) / l2_norm
             self.scores[:, self.num_closed, self.open_from :] = scores.reshape(self.values.shape[0], -1)
         else:
-            self.lengths.append(length.reshape(-1, 1))
+            self.key_l2_norms.append(l2_norm.reshape(-1, 1))
         self.num_closed += 1
         return block
 
     def _append_one_token(self, vector: torch.Tensor):
-        values, queries, scores = self.closing[self.num_closed]
+        values, queries, scores = self.append_views[self.num_closed]
         values.copy_(vector.view_as(values))
-        length = key_length(vector, self.shift)
-        if self.how.query == "learned":
-            torch.div(torch.mv(queries, vector).view_as(scores), length, out=scores)
+        l2_norm = key_l2_norm(vector, self.eps_norm)
+        if self.read_config.query == "learned":
+            torch.div(torch.mv(queries, vector).view_as(scores), l2_norm, out=scores)
         else:
-            self.lengths.append(length.unsqueeze(0))
+            self.key_l2_norms.append(l2_norm.unsqueeze(0))
         self.num_closed += 1
 
     @property
@@ -304,10 +311,10 @@ class GeneralBlockCache(BlockCache):
             wide_source = source.to(mix.dtype)
             value = wide_source.unflatten(-1, (self.num_heads, -1))
             product = (value * query).sum(-1, keepdim=True)
-            length = key_length(wide_source, self.shift).unsqueeze(-1)
-            mix = self.kind.merge(mix, value, self.kind.weight(product, length, state))
+            l2_norm = key_l2_norm(wide_source, self.eps_norm).unsqueeze(-1)
+            mix = self.kind.merge(mix, value, self.kind.weight(product, l2_norm, state))
             if i + 1 < len(open_sources):
-                state = self.kind.next_state(product, length, state)
+                state = self.kind.next_state(product, l2_norm, state)
         return self._normed(mix.reshape(self.shape), norm, factor)
 
     def _read_one_token(self, site, open_sources, norm, factor, query) -> torch.Tensor:  # type: ignore[override]
@@ -319,18 +326,18 @@ class GeneralBlockCache(BlockCache):
                 product = torch.mv(self.site_queries[site], vector)
             else:
                 product = (vector * query.view(-1)).view(self.num_heads, -1).sum(-1)
-            length = key_length(vector, self.shift)
-            mix = self.kind.merge(mix, vector.view_as(mix), self.kind.weight(product, length, state).unsqueeze(-1))
+            l2_norm = key_l2_norm(vector, self.eps_norm)
+            mix = self.kind.merge(mix, vector.view_as(mix), self.kind.weight(product, l2_norm, state).unsqueeze(-1))
             if i + 1 < len(open_sources):
-                state = self.kind.next_state(product, length, state)
+                state = self.kind.next_state(product, l2_norm, state)
         # Without open sources it is a part of another tensor
         mix = mix.view(self.shape) if open_sources else mix.reshape(self.shape)
         return self._normed_of_one_token(mix, norm, factor, copy=False)
 
-    def _shift(self, eps: float) -> torch.Tensor:
-        if eps not in self.shifts:
-            self.shifts[eps] = self.queries.new_full((), (self.shape[-1] * eps) ** 0.5)
-        return self.shifts[eps]
+    def _eps_norm(self, eps: float) -> torch.Tensor:
+        if eps not in self.eps_norms:
+            self.eps_norms[eps] = self.queries.new_full((), (self.shape[-1] * eps) ** 0.5)
+        return self.eps_norms[eps]
 
     def _read_closed_at(self, site: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Phase 1 for a learned query: once for all sites of the block."""
@@ -344,7 +351,7 @@ class GeneralBlockCache(BlockCache):
     def _read_closed_by(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """The same for queries `[rows, hidden / heads]` of one site."""
         scores = torch.bmm(self.values[:, : self.num_closed], query.unsqueeze(-1)).squeeze(-1)
-        mixes, states = self._mixes((scores / torch.cat(self.lengths, dim=-1)).unsqueeze(1))
+        mixes, states = self._mixes((scores / torch.cat(self.key_l2_norms, dim=-1)).unsqueeze(1))
         return mixes[0], states[0]
 
     def _mixes(self, scores: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
@@ -364,24 +371,23 @@ class GeneralBlockCache(BlockCache):
 
 
 def start_stream(
-    read: Read, queries: Sequence[torch.Tensor], *args, outputs: Sequence[torch.Tensor] = (), **kwargs
+    read_config: ReadConfig, queries: Sequence[torch.Tensor], *args, outputs: Sequence[torch.Tensor] = (), **kwargs
 ) -> DepthStream:
-    """A stream that is read in some way.
+    """A stream that is read as the config says.
 
     Args:
-        read: how.
         queries: as the model's depth queries give them: those that are learned, and of queries that see the input
             their `projections`.
         outputs: of the open block, if each is a source. Other arguments are those of `DepthStream`.
     """
     learned, *projections = queries
-    if read == Read():
+    if read_config == ReadConfig():
         return DepthStream(learned, *args, **kwargs)
-    kwargs |= {"how": read, "outputs": tuple(outputs)}
-    if read.query == "learned":
-        return GeneralStream(learned, *args, **kwargs)
-    return InputStream(learned, *args, **kwargs | {"projections": tuple(projections)})
+    kwargs |= {"read_config": read_config, "outputs": tuple(outputs)}
+    if read_config.query == "learned":
+        return VariantStream(learned, *args, **kwargs)
+    return InputDependentStream(learned, *args, **kwargs | {"projections": tuple(projections)})
 
 
-def block_cache_class(read: Read) -> type[BlockCache]:
-    return BlockCache if read == Read() else GeneralBlockCache
+def block_cache_class(read_config: ReadConfig) -> type[BlockCache]:
+    return BlockCache if read_config == ReadConfig() else VariantBlockCache

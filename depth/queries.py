@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from .reads import Read
+from .reads import ReadConfig
 
 
 class AttnResDepthQueries(nn.Module):
@@ -22,19 +22,19 @@ class AttnResDepthQueries(nn.Module):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
-        self.block_size, self.read = config.attn_res_block_size, Read.of(config)
+        self.block_size, self.read_config = config.attn_res_block_size, ReadConfig.of(config)
         self.std = getattr(config, "initializer_range", 0.02)  # of bases that have none, transformers' own
-        num_sites, hidden_size, rank = config.num_sites, config.hidden_size, self.read.query_rank
+        num_sites, hidden_size, rank = config.num_sites, config.hidden_size, self.read_config.query_rank
         # Small steps away from zero vanish in half precision, so these are at least fp32 in every model
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(num_sites, *shape, dtype=dtype))
 
-        if self.read.query != "input":
+        if self.read_config.query != "input":
             self.query = parameter(hidden_size)
         self.key_norm = nn.Parameter(torch.ones(num_sites, hidden_size, dtype=dtype))
-        if self.read.query != "learned":
+        if self.read_config.query != "learned":
             if rank is None:
                 self.projection = parameter(hidden_size, hidden_size)
             else:
@@ -56,37 +56,36 @@ class AttnResDepthQueries(nn.Module):
         """The folded queries `query * key_norm`, `[sites, hidden]`, and what makes queries of the input.
 
         Scores of learned queries depend on the product alone. If queries see the input, the key norms and projections
-        follow, as `InputStream` takes them.
+        follow, as `InputDependentStream` takes them.
         """
         dtype = torch.promote_types(self.key_norm.dtype, torch.float32)
         key_norm = self.key_norm.to(dtype)
-        folded = torch.zeros_like(key_norm) if self.read.query == "input" else self.query.to(dtype) * key_norm
-        if self.read.query == "learned":
+        folded = torch.zeros_like(key_norm) if self.read_config.query == "input" else self.query.to(dtype) * key_norm
+        if self.read_config.query == "learned":
             return (folded,)
-        names = ("projection",) if self.read.query_rank is None else ("projection_down", "projection_up")
+        names = ("projection",) if self.read_config.query_rank is None else ("projection_down", "projection_up")
         return folded, key_norm, *(getattr(self, name).to(dtype) for name in names)
 
-    def read_of(self, config: PreTrainedConfig) -> Read:
-        """How sources are read. Raises a `ValueError` if the config was changed since the queries were made."""
+    def check_unchanged(self, config: PreTrainedConfig):
+        """Raise a `ValueError` if the config was changed since the queries were made."""
         if self.block_size != config.attn_res_block_size:
             raise ValueError(
                 f"`attn_res_block_size={config.attn_res_block_size}` was set in the config of a model that was made"
                 f" with {self.block_size}. Make a new model of the config, with the weights of this one."
             )
-        read = Read.of(config)
-        if read != self.read:
+        read_config = ReadConfig.of(config)
+        if read_config != self.read_config:
             raise ValueError(
-                f"The config of a model that was made for {self.read} was changed to {read}. Make a new model of"
-                " the config."
+                f"The config of a model that was made for {self.read_config} was changed to {read_config}. Make a new"
+                " model of the config."
             )
-        return read
 
-    def zeros_at_first(self) -> list[torch.Tensor]:
+    def zero_initialized(self) -> list[torch.Tensor]:
         """The parameters, `[sites, ...]`, that make every read the mean of its sources when all of them are zero."""
         return [getattr(self, name) for name in ("query", "projection", "projection_down") if hasattr(self, name)]
 
     def are_zero(self) -> bool:
-        return not any(tensor.any() for tensor in self.zeros_at_first())
+        return not any(tensor.any() for tensor in self.zero_initialized())
 
     def _apply(self, fn: Callable, recurse: bool = True):
         # `model.half()` and `model.to(torch.bfloat16)` come through here
@@ -115,9 +114,9 @@ class AttnResDepthQueries(nn.Module):
     @property
     def trained_for(self) -> torch.Tensor:
         """The block size; if reads are not the paper's own, the numbers of their fields behind it."""
-        if self.read == Read():
+        if self.read_config == ReadConfig():
             return torch.tensor(self.block_size)
-        return torch.tensor([self.block_size, *self.read.numbers()])
+        return torch.tensor([self.block_size, *self.read_config.numbers()])
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         try:
@@ -141,12 +140,12 @@ class AttnResDepthQueries(nn.Module):
                 f" has {self.block_size}: the same queries would read from other sources. Load it on a conversion of"
                 " the base with the adapter's block size."
             )
-        read = Read.of_numbers(of_read) if of_read else Read()
-        if read != self.read:
+        read_config = ReadConfig.of_numbers(of_read) if of_read else ReadConfig()
+        if read_config != self.read_config:
             raise ValueError(
-                f"The adapter's depth queries were trained for {read or 'a read that is not known here'}, and this"
-                f" model has {self.read}: the same queries would read something else. Load it on a conversion of the"
-                " base with the adapter's fields."
+                f"The adapter's depth queries were trained for {read_config or 'a read that is not known here'}, and"
+                f" this model has {self.read_config}: the same queries would read something else. Load it on a"
+                " conversion of the base with the adapter's fields."
             )
 
 

@@ -48,18 +48,18 @@ class Softmax:
         return log_weights.exp(), log_weights[..., :1] - scores[..., :1]
 
     @staticmethod
-    def weight(product: torch.Tensor, length: torch.Tensor, negative_lse: Any) -> torch.Tensor:
-        """Phase 2: the weight of one source more, whose score is a product by a length, by the online-softmax rule."""
-        return torch.addcdiv(negative_lse, product, length).sigmoid_()
+    def weight(product: torch.Tensor, key_l2_norm: torch.Tensor, negative_lse: Any) -> torch.Tensor:
+        """Phase 2: the weight of one source more by the online-softmax rule; its score is `product / key_l2_norm`."""
+        return torch.addcdiv(negative_lse, product, key_l2_norm).sigmoid_()
 
     # `(mix, value, weight)`
     merge = staticmethod(torch.lerp)
 
     @staticmethod
-    def next_state(product: torch.Tensor, length: torch.Tensor, negative_lse: Any) -> torch.Tensor | None:
+    def next_state(product: torch.Tensor, key_l2_norm: torch.Tensor, negative_lse: Any) -> torch.Tensor | None:
         """What the weight of a further source has to know after that of this one."""
         # Beyond the threshold torch leaves out e^-x, and with its own of 20 that is 2e-9
-        return negative_lse - F.softplus(torch.addcdiv(negative_lse, product, length), threshold=40)
+        return negative_lse - F.softplus(torch.addcdiv(negative_lse, product, key_l2_norm), threshold=40)
 
 
 class SoftmaxWithNull(Softmax):
@@ -95,13 +95,13 @@ class Sigmoid:
         return torch.sigmoid(scores), None
 
     @staticmethod
-    def weight(product: torch.Tensor, length: torch.Tensor, _) -> torch.Tensor:
-        return (product / length).sigmoid_()
+    def weight(product: torch.Tensor, key_l2_norm: torch.Tensor, _) -> torch.Tensor:
+        return (product / key_l2_norm).sigmoid_()
 
     merge = staticmethod(torch.addcmul)
 
     @staticmethod
-    def next_state(product: torch.Tensor, length: torch.Tensor, _) -> torch.Tensor | None:
+    def next_state(product: torch.Tensor, key_l2_norm: torch.Tensor, _) -> torch.Tensor | None:
         return None
 
 
@@ -109,7 +109,7 @@ WEIGHTS: dict[str, Any] = {"softmax": Softmax, "sigmoid": Sigmoid, "softmax1": S
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadConfig:
     """How the sources of a site are read: the fields of `AttnResConfig` of these names."""
 
     num_heads: int = 1
@@ -119,7 +119,7 @@ class Read:
     open_block: str = "sum"
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> "Read":
+    def of(cls, config: PreTrainedConfig) -> "ReadConfig":
         return cls(  # one by one, as a compiler goes through here
             config.attn_res_num_heads,
             config.attn_res_query,
@@ -129,7 +129,7 @@ class Read:
         )
 
     def __str__(self):
-        return f"a read with {self.in_words()}" if self != Read() else "the paper's read"
+        return f"a read with {self.in_words()}" if self != ReadConfig() else "the paper's read"
 
     def in_words(self) -> str:
         """What is not the paper's own: `4 heads, weights sigmoid`."""
@@ -147,7 +147,7 @@ class Read:
         return [self.num_heads, self.query_rank or 0, *places]
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[int]) -> "Read | None":
+    def of_numbers(cls, numbers: Sequence[int]) -> "ReadConfig | None":
         """The read that has these numbers; `None` if this version of the code knows none."""
         num_heads, rank, *places = numbers if len(numbers) == 5 else (0,) * 5
         if num_heads < 1 or not all(0 <= place < len(choices) for choices, place in zip(READS.values(), places)):

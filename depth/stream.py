@@ -78,8 +78,8 @@ class DepthStream(TensorLike):
         site: the number of writes so far.
         block_size: writes per block.
         eps: epsilon of the RMSNorm on the keys.
-        sums: whether a read is multiplied by its number of sources, so that queries of zero read the sum of all.
-        cast: what a reader has asked for by `.to(dtype)`, given to the next read or write.
+        scale_by_sources: whether a read is multiplied by its number of sources: queries of zero then read their sum.
+        pending_dtype: what a reader has asked for by `.to(dtype)`, given to the next read or write.
         recorder: of this forward pass, if there is one.
     """
 
@@ -89,8 +89,8 @@ class DepthStream(TensorLike):
     site: int = 0
     block_size: int = 1
     eps: float = 1e-6
-    sums: bool = False
-    cast: torch.dtype | None = None
+    scale_by_sources: bool = False
+    pending_dtype: torch.dtype | None = None
     recorder: DepthRecorder | None = None
 
     def __post_init__(self):
@@ -107,29 +107,29 @@ class DepthStream(TensorLike):
 
     def write(self, output: torch.Tensor) -> "DepthStream":
         """The stream with one more output, `[batch, seq, hidden]`; closes the block if this is its last."""
-        cast = None
-        if self.cast is not None or output.dtype != self.newest.dtype:
+        pending_dtype = None
+        if self.pending_dtype is not None or output.dtype != self.newest.dtype:
             read_as = torch.promote_types(self.dtype, output.dtype)  # as a sum of tensors has it
             dtype = torch.promote_types(read_as, self.newest.dtype)
             if self.newest.dtype != dtype:
                 return self.on_sources(lambda source: source.to(dtype)).write(output)  # all sources are of one dtype
             output = output.to(dtype)
-            cast = None if read_as == dtype else read_as
+            pending_dtype = None if read_as == dtype else read_as
         if self.recorder is not None and self.recorder.outputs is not None:
             self.recorder.outputs[self.site] = output  # itself, as somebody may want its gradient
-        return self._append(output, cast)
+        return self._append(output, pending_dtype)
 
-    def _append(self, output: torch.Tensor, cast: torch.dtype | None) -> "DepthStream":
+    def _append(self, output: torch.Tensor, pending_dtype: torch.dtype | None) -> "DepthStream":
         partial = output if self.partial is None else self.partial + output
         site = self.site + 1
         if site % self.block_size:
-            return self.copy_with(partial=partial, site=site, cast=cast)
+            return self.copy_with(partial=partial, site=site, pending_dtype=pending_dtype)
         cache = self._usable_cache(partial)
         if cache is not None:
             blocks = *self.blocks, cache.append(partial)
-            return self.copy_with(blocks=blocks, partial=None, site=site, cast=cast, is_cached=True)
+            return self.copy_with(blocks=blocks, partial=None, site=site, pending_dtype=pending_dtype, is_cached=True)
         blocks = *self.blocks, partial
-        new = self.copy_with(blocks=blocks, partial=None, site=site, cast=cast, is_cached=False)
+        new = self.copy_with(blocks=blocks, partial=None, site=site, pending_dtype=pending_dtype, is_cached=False)
         # Now rather than at a read, which may run inside a checkpointed layer, where the same has to be done again
         last = len(self.queries) if self.scored_until is None else self.scored_until
         if site < last:
@@ -158,22 +158,22 @@ class DepthStream(TensorLike):
 
     def read(self, norm: nn.Module | None = None) -> torch.Tensor:
         """The mix over depth at this site, `[batch, seq, hidden]`, with the norm that reads it if that is given."""
-        if self.cast is not None and norm is not None:
+        if self.pending_dtype is not None and norm is not None:
             return norm_of(norm, self.read())
         # With gradients it is computed again, as a layer is in activation checkpointing
         mix = None if torch.is_grad_enabled() else self.mix
         if mix is None and self.recorder is None and self._is_one_source():
             mix = self.blocks[0]
         if mix is not None:
-            mix = mix if self.cast is None else mix.to(self.cast)
+            mix = mix if self.pending_dtype is None else mix.to(self.pending_dtype)
             return mix if norm is None else norm_of(norm, mix)
         cache = self._usable_cache(self.newest)
         if cache is not None:
             result = self._read_cached(cache, norm)
         else:
             result = self._read_sources(norm)
-        if self.cast is not None:
-            result = result.to(self.cast)
+        if self.pending_dtype is not None:
+            result = result.to(self.pending_dtype)
         if norm is None:
             self.mix = result
         return result
@@ -183,7 +183,7 @@ class DepthStream(TensorLike):
         return len(self.blocks) == 1 and self.partial is None
 
     def _factor(self) -> int:
-        return len(self.sources) if self.sums else 1
+        return len(self.sources) if self.scale_by_sources else 1
 
     def _read_cached(self, cache: BlockCache, norm: nn.Module | None) -> torch.Tensor:
         return cache.read(self.site, self.partial, norm, self._factor())
@@ -203,7 +203,7 @@ class DepthStream(TensorLike):
         weights = depth_weights(scores, masked)
         if self.recorder is not None:
             self.recorder.weights[self.site] = self.recorder.by_token(weights)
-        return mix_and_norm(weights * len(scores) if self.sums else weights, self.sources, norm)
+        return mix_and_norm(weights * len(scores) if self.scale_by_sources else weights, self.sources, norm)
 
     def _scores_of_blocks(self) -> list[torch.Tensor]:
         """Of every closed block for this site, `[batch, seq]`: a block is scored for all later sites at once."""
@@ -268,15 +268,15 @@ class DepthStream(TensorLike):
         self.check_memory()
         return type(self), tuple(getattr(self, of_dataclass.name) for of_dataclass in fields(self))
 
-    def parts(self) -> tuple[list[torch.Tensor | None], tuple]:
+    def tree_flatten(self) -> tuple[list[torch.Tensor | None], tuple]:
         """The tensors that a stream is made of, and all else."""
         self.check_memory()
-        context = self.site, self.block_size, self.eps, self.sums, self.cast, self.recorder
+        context = self.site, self.block_size, self.eps, self.scale_by_sources, self.pending_dtype, self.recorder
         return [self.queries, self.partial, *self.blocks], context
 
     @classmethod
-    def of_parts(cls, leaves: Sequence[torch.Tensor | None], context: tuple) -> "DepthStream":
-        """The inverse of `parts`."""
+    def tree_unflatten(cls, leaves: Sequence[torch.Tensor | None], context: tuple) -> "DepthStream":
+        """The inverse of `tree_flatten`."""
         queries, partial, *blocks = leaves
         return cls(queries, tuple(blocks), partial, *context)
 
@@ -325,7 +325,8 @@ class DepthStream(TensorLike):
 
 def register_stream(cls: type[DepthStream]) -> type[DepthStream]:
     """Tell PyTorch of which tensors a stream is made: for export, pipelines, and FSDP2 before torch 2.13."""
-    pytree.register_pytree_node(cls, cls.parts, cls.of_parts, serialized_type_name=f"{cls.__module__}.{cls.__name__}")
+    name = f"{cls.__module__}.{cls.__name__}"
+    pytree.register_pytree_node(cls, cls.tree_flatten, cls.tree_unflatten, serialized_type_name=name)
     return cls
 
 
@@ -336,21 +337,21 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
     """Activation checkpointing of a layer: only tensors cross `checkpoint`, and each run has a stream of its own."""
     # Before transformers 5.20 the stream may begin in here, as hooks of the layer run within its checkpoint
     stream = args[0] if args and isinstance(args[0], DepthStream) else None
-    given, context = ([], None) if stream is None else stream.parts()
+    given, context = ([], None) if stream is None else stream.tree_flatten()
     others = args[1:] if given else args
     written_as: dict[str, Any] = {}
 
     def on_tensors(*tensors):
         inner = tensors[: len(given)]
         if stream is not None:
-            inner_stream = stream.of_parts(inner, context)
+            inner_stream = stream.tree_unflatten(inner, context)
             inner_stream.scored_until = stream.scored_until
             tensors = inner_stream, *tensors[len(given) :]
         output = function(*tensors)
         written, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(written, DepthStream):
             return output
-        leaves, written_context = written.parts()
+        leaves, written_context = written.tree_flatten()
         # What the layer has been given and not changed does not come back: queries, and most of the blocks
         places = [_place_of(leaf, inner) for leaf in leaves]
         written_as.update(stream=type(written), context=written_context, places=places, rest=len(rest))
@@ -362,7 +363,7 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
         return outputs
     rest, changed = outputs[: written_as["rest"]], list(outputs[written_as["rest"] :])
     leaves = [changed.pop(0) if place is None else given[place] for place in written_as["places"]]
-    new = written_as["stream"].of_parts(leaves, written_as["context"])
+    new = written_as["stream"].tree_unflatten(leaves, written_as["context"])
     return (new, *rest) if written_as["is_tuple"] else new
 
 

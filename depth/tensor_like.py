@@ -18,7 +18,7 @@ class TensorLike:
     of tokens, another device) is done to every source. All else reads: it is done to the mix, a plain tensor.
     """
 
-    cast: torch.dtype | None
+    pending_dtype: torch.dtype | None
     mix: torch.Tensor | None
     read: Callable[..., torch.Tensor]
     write: Callable[[torch.Tensor], Any]
@@ -51,7 +51,7 @@ class TensorLike:
                 dtype, device = arg.dtype, arg.device
         stream = self
         if dtype is not None and dtype != self.dtype:
-            stream = self.copy_with(cast=dtype)
+            stream = self.copy_with(pending_dtype=dtype)
         if device is not None and torch.device(device) != self.device:
             stream = stream.on_device(device, kwargs.get("non_blocking", False))
         return stream
@@ -88,7 +88,7 @@ class TensorLike:
 
     @property
     def dtype(self) -> torch.dtype:
-        return self.newest.dtype if self.cast is None else self.cast
+        return self.newest.dtype if self.pending_dtype is None else self.pending_dtype
 
     @property
     def requires_grad(self) -> bool:
@@ -188,7 +188,7 @@ class SelectedTokens(TensorLike):
 
     def __init__(self, stream: Any, mask: torch.Tensor, added: torch.Tensor | None = None):
         self.stream, self.mask, self.added = stream, mask, added
-        self.selected, self.cast = stream.newest[mask], stream.cast
+        self.selected, self.pending_dtype = stream.newest[mask], stream.pending_dtype
 
     @property
     def newest(self) -> torch.Tensor:

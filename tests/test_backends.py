@@ -22,7 +22,7 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnres
-from attnres.base.classes import DepthReader, of_both
+from attnres.base.classes import ReadingNorm, combined_class
 from attnres.depth import attention as depth_attention
 from attnres.depth import autograd as depth_autograd
 from attnres.depth import backends as depth_backends
@@ -209,7 +209,7 @@ def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, toke
         return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
 
     norm = LlamaRMSNorm(hidden_size, eps=0.5).to(dtype)
-    norm.__class__ = of_both(DepthReader, LlamaRMSNorm)
+    norm.__class__ = combined_class(ReadingNorm, LlamaRMSNorm)
     # So small that a read is not nearly one source, as gradients are then differences of large terms
     queries = (random(6, hidden_size, dtype=torch.float32).detach() / hidden_size**0.5).requires_grad_()
     sources = [random(1, tokens, hidden_size) for _ in range(num_closed + 1)]
@@ -219,7 +219,9 @@ def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, toke
 
     def read(queries, *sources):
         *blocks, partial = sources
-        stream = attnres.DepthStream(queries, tuple(blocks), partial, site=4, block_size=3, eps=1e-3, sums=sums)
+        stream = attnres.DepthStream(
+            queries, tuple(blocks), partial, site=4, block_size=3, eps=1e-3, scale_by_sources=sums
+        )
         normed = norm(stream)
         of_queries, of_norm, *of_sources = torch.autograd.grad(normed, (queries, norm.weight, *sources), grad)
         return normed, of_queries, of_norm, of_sources
@@ -318,10 +320,10 @@ def test_norms_that_are_left_to_their_module():
     parametrised = nn.utils.parametrize.register_parametrization(LlamaRMSNorm(8), "weight", nn.Identity())
     assert parameters(parametrised, torch.float32) is None
     assert parameters(ModulesToSaveWrapper(norm, "default"), torch.float32) is None
-    norm.__class__ = of_both(DepthReader, LlamaRMSNorm)
+    norm.__class__ = combined_class(ReadingNorm, LlamaRMSNorm)
     assert parameters(norm, torch.float32) is not None
     gemmas = GemmaRMSNorm(8)
-    gemmas.__class__ = of_both(DepthReader, GemmaRMSNorm)
+    gemmas.__class__ = combined_class(ReadingNorm, GemmaRMSNorm)
     assert parameters(gemmas, torch.float32) is None
 
 
@@ -445,7 +447,7 @@ def test_reads_of_a_stream(backend, of_embedding, sums):
     embedding = embedding.to(of_embedding)
 
     def reads(queries, *outputs):
-        stream = attnres.DepthStream(queries, (embedding,), block_size=3, sums=sums)
+        stream = attnres.DepthStream(queries, (embedding,), block_size=3, scale_by_sources=sums)
         streams = [stream, *([] if torch.is_grad_enabled() else [stream.keep_in(attnres.BlockCache())])]
         mixes = []
         for output in outputs:
@@ -519,7 +521,7 @@ def test_norms_that_are_not_llamas():
         norm = getattr(importlib.import_module(f"transformers.models.{module}"), name)(8, 4)
         assert norm.variance_epsilon and rms_norm_parameters(norm, torch.float32) is None
     norm = LlamaRMSNorm(8)
-    norm.__class__ = of_both(DepthReader, LlamaRMSNorm)
+    norm.__class__ = combined_class(ReadingNorm, LlamaRMSNorm)
     assert rms_norm_parameters(norm, torch.float32) == (norm.weight, norm.variance_epsilon)
 
 

@@ -304,7 +304,7 @@ def test_compiled_decoding(model, input_ids):
 
 
 def test_each_closed_block_is_normalised_once(model, input_ids, monkeypatch):
-    calls = {"key_length": 0, "read_closed": 0, "merge_partial": 0}
+    calls = {"key_l2_norm": 0, "read_closed": 0, "merge_partial": 0}
 
     def counting(name, function):
         def counted(*args, **kwargs):
@@ -321,7 +321,7 @@ def test_each_closed_block_is_normalised_once(model, input_ids, monkeypatch):
     num_sites, block_size, steps = model.config.num_sites, model.config.attn_res_block_size, 8
     num_blocks = -(-num_sites // block_size)
     # every site meets one tensor that was not there before: the block that closes, or the partial sum
-    assert calls["key_length"] == steps * num_sites
+    assert calls["key_l2_norm"] == steps * num_sites
     # but for the embedding, which is the mix of site 0
     assert calls["read_closed"] == steps * (num_blocks - (block_size == 1))
     assert calls["merge_partial"] == steps * (num_sites - num_blocks)

@@ -603,7 +603,7 @@ def model_of(family):
     model = AttnResForCausalLM(AttnResConfig.from_base_config(decoder_config(family), block_size=3)).double().eval()
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
-    for tensor in model.trunk.depth_queries.zeros_at_first():
+    for tensor in model.trunk.depth_queries.zero_initialized():
         torch.nn.init.normal_(tensor, std=0.3)
     return model
 

@@ -250,9 +250,9 @@ class RecencyBiasedStream(DepthStream):
         weights = depth_weights(scores)
         if self.recorder is not None:
             self.recorder.weights[self.site] = weights
-        mix = mix_and_norm(weights * len(scores) if self.sums else weights, self.sources, norm=None)
-        if self.cast is not None:
-            mix = mix.to(self.cast)
+        mix = mix_and_norm(weights * len(scores) if self.scale_by_sources else weights, self.sources, norm=None)
+        if self.pending_dtype is not None:
+            mix = mix.to(self.pending_dtype)
         return mix if norm is None else norm_of(norm, mix)
 
 
