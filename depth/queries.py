@@ -1,9 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The parameters that depth attention adds to a model: for each site a query and the weight of its key norm."""
 
-import copy
-import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -11,6 +10,20 @@ from transformers import PreTrainedConfig
 from transformers import initialization as init
 
 from .reads import ReadConfig
+
+
+class CopiedAlone:
+    """Whether an object is copied by `copy.deepcopy` alone, rather than with what it is part of.
+
+    An argument of what makes the copy: these are copied first, with what has been copied before. (A `__deepcopy__` of
+    the module would also be called for PEFT's wrapper of it, which passes on attributes that it does not have.)
+    """
+
+    def __init__(self, is_alone: bool):
+        self.is_alone = is_alone
+
+    def __deepcopy__(self, memo: dict):
+        return CopiedAlone(not memo)
 
 
 class AttnResDepthQueries(nn.Module):
@@ -95,21 +108,15 @@ class AttnResDepthQueries(nn.Module):
 
         return super()._apply(keep_wide, recurse)
 
-    def __deepcopy__(self, memo: dict):
-        # CODEPATH: PEFT's wrapper of a module passes on what it does not have itself, also this method: `deepcopy(x)`
-        # of a wrapper arrives here, and has to copy the wrapper
-        wrapper = sys._getframe(1).f_locals.get("x", self)
-        if wrapper is not self and hasattr(wrapper, "modules_to_save"):
-            return copy._reconstruct(wrapper, memo, *wrapper.__reduce_ex__(4))  # type: ignore[attr-defined]
-        is_adapter = not memo
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        # CODEPATH: PEFT trains and saves a copy of this module alone (within a copy of a model the memo has the
-        # model). Shapes of queries do not tell how sublayers were divided into blocks, so what an adapter saves does
-        if is_adapter:
-            copied.trained_block_size = nn.Buffer(self.trained_for)
-        return copied
+    def __reduce_ex__(self, protocol: Any):
+        return _new_queries, (CopiedAlone(False), type(self)), self.__dict__
+
+    def __setstate__(self, state: dict):
+        super().__setstate__(state)
+        # CODEPATH: PEFT trains and saves a copy of this module alone. Shapes of queries do not tell how sublayers were
+        # divided into blocks, so what an adapter saves does
+        if self.__dict__.pop("copied_alone", False):
+            self.trained_block_size = nn.Buffer(self.trained_for)
 
     @property
     def trained_for(self) -> torch.Tensor:
@@ -147,6 +154,12 @@ class AttnResDepthQueries(nn.Module):
                 f" this model has {self.read_config}: the same queries would read something else. Load it on a"
                 " conversion of the base with the adapter's fields."
             )
+
+
+def _new_queries(copied_alone: CopiedAlone, cls: type[AttnResDepthQueries]) -> AttnResDepthQueries:
+    queries = cls.__new__(cls)
+    queries.__dict__["copied_alone"] = copied_alone.is_alone
+    return queries
 
 
 def fold_queries(depth_queries: nn.Module) -> tuple[torch.Tensor, ...]:
