@@ -137,6 +137,7 @@ MUTATIONS = [
     ("parallel/plan.py", "2 * (layout.pp - 1 - rank) + 1", "2 * (layout.pp - 1 - rank)", PIPELINES),
     ("parallel/prefill.py", "zip(gathered, self.token_counts)", "zip(gathered[::-1], self.token_counts)", PIPELINES),
     ("base/probe.py", "        if of_layer.given_more is not None:", "        if False:", PIPELINES),
+    ("base/probe.py", "return config_class, model_class, content, *code", "return config_class, model_class, content", ("tests/test_probe.py",)),
     ("base/probe.py", "self.scales_blocks |= ", "self.scales_blocks = False and ", PIPELINES),
     ("base/probe.py", "    if width != base_config.hidden_size:", "    if False:", PIPELINES),
     ("base/slices.py", "present & (probe.behind - probe.in_front)", "present & probe.behind", PIPELINES),
