@@ -23,7 +23,7 @@ _PUBLIC_NAMES = {
     "AttnResModel": ".modeling_attnres",
     "AttnResMultimodalConfig": ".multimodal_attnres",
     "AttnResPreTrainedModel": ".modeling_attnres",
-    "BlockCache": ".depth.attention",
+    "BlockCache": ".depth.block_cache",
     "DepthRecorder": ".depth.stream",
     "DepthStream": ".depth.stream",
     "get_backend": ".depth.backends",

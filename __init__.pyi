@@ -1,9 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
 # What `__init__.py` imports when it is first used, for type checkers and editors. A test compares the two
 from .configuration_attnres import AttnResConfig as AttnResConfig
-from .depth.attention import BlockCache as BlockCache
 from .depth.backends import get_backend as get_backend
 from .depth.backends import set_backend as set_backend
+from .depth.block_cache import BlockCache as BlockCache
 from .depth.stream import DepthRecorder as DepthRecorder
 from .depth.stream import DepthStream as DepthStream
 from .modeling_attnres import AttnResForCausalLM as AttnResForCausalLM

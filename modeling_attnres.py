@@ -5,9 +5,9 @@ An AttnRes model is a model of its base (`config.base_model_type`), with the bas
 names, and one small module more: the `depth_queries`. `AttnResForCausalLM(config)` makes an object of a class that is
 both, an `AttnResForCausalLM` and the base's `ForCausalLM`. Four places differ from the base:
 
-- in front of the first layer the embedding becomes a `DepthStream` (see `depth_stream.py`), which the layers add to
+- in front of the first layer the embedding becomes a `DepthStream` (see `depth/stream.py`), which the layers add to
   and read from as they do with a tensor (`enter_layer`);
-- a norm that is given the stream reads it and norms what it has read (`DepthReader`);
+- a norm that is given the stream reads it and norms what it has read (`ReadingNorm`);
 - after every layer it is checked that the stream has been handed on (`leave_layer`);
 - `forward` takes `output_depth_attentions`, `depth_recorder` and a stream as `inputs_embeds`
   (`with_depth_attentions`).
@@ -33,14 +33,15 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from transformers.utils import ModelOutput, logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
-from .base.classes import BaseConversions, DepthReader, class_by_name, new_of_both, of_both
+from .base.classes import BaseConversions, ReadingNorm, class_by_name, combined_class, new_combined
 from .base.config import base_config_class, check_base_model_type, decoder_class
-from .base.forward import HANDED, depth_output_class, kv_cache_among, with_depth_attentions
+from .base.forward import FORWARD_CONTEXT, depth_output_class, kv_cache_among, with_depth_attentions
 from .base.library_lookups import typed_as_base
 from .base.probe import decoder_layers
 from .base.slices import AttnResSliceMixin, carry_streams, rules_of_stage
 from .configuration_attnres import REMOTE_CODE_AUTO_MAP, AttnResConfig
 from .depth.backends import uses_definition
+from .depth.other_reads import block_cache_class, start_stream
 from .depth.queries import AttnResDepthQueries, fold_queries
 from .depth.stream import DepthRecorder, DepthStream, checkpoint_stream
 
@@ -69,7 +70,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
             return super().__new__(cls)
         if not isinstance(getattr(config, "base_model_type", None), str):
             raise TypeError(f"`{cls.__name__}` needs an `AttnResConfig`, not {config!r}.")
-        return new_of_both(cls, cls.class_of_base(config.base_model_type), config.base_model_type)
+        return new_combined(cls, cls.class_of_base(config.base_model_type), config.base_model_type)
 
     @classmethod
     def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
@@ -100,7 +101,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
     def post_init(self):
         trunk = self.trunk
         if not isinstance(trunk, AttnResModel):
-            trunk.__class__ = of_both(AttnResModel, type(trunk), trunk.config.base_model_type)
+            trunk.__class__ = combined_class(AttnResModel, type(trunk), trunk.config.base_model_type)
             dict.setdefault(_CAN_RECORD_REGISTRY, str(type(trunk)), type(trunk)._can_record_outputs)
         if not hasattr(trunk, "depth_queries"):
             trunk.depth_queries = AttnResDepthQueries(trunk.config)
@@ -265,13 +266,13 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
             layer.register_forward_hook(self.leave_layer)
         for module in [*(child for layer in layers for child in layer.children()), *self.children()]:
             if "Norm" in type(module).__name__ and not list(module.children()):
-                module.__class__ = of_both(DepthReader, type(module))
+                module.__class__ = combined_class(ReadingNorm, type(module))
 
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give the first layer a stream that starts with the embedding; the others have been given one."""
         stream, entry_site = args[0] if args else kwargs["hidden_states"], layer.depth_sites[0]
         if isinstance(stream, torch.Tensor):
-            of_model, recorder, handed_on = getattr(HANDED, "value", None) or (None, None, None)
+            of_model, recorder, handed_on = getattr(FORWARD_CONTEXT, "value", None) or (None, None, None)
             if of_model is not self:
                 recorder = handed_on = None
             if handed_on is not None:
@@ -323,16 +324,19 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         Raises:
             ValueError: if the config was changed since the model was made, or the parts do not fit the site.
         """
-        config, read = self.config, self.depth_queries.read_of(self.config)
-        read.check_parts(site, config.attn_res_block_size, blocks, partial, outputs)
-        stream = read.start(
+        config = self.config
+        self.depth_queries.check_unchanged(config)
+        read_config = self.depth_queries.read_config
+        read_config.check_parts(site, config.attn_res_block_size, blocks, partial, outputs)
+        stream = start_stream(
+            read_config,
             [tensor.to(blocks[0].device) for tensor in self.fold_queries()],
             tuple(blocks),
             partial,
             site,
             block_size=config.attn_res_block_size,
             eps=config.attn_res_norm_eps,
-            sums=config.attn_res_scale_norm_eps,
+            scale_by_sources=config.attn_res_scale_norm_eps,
             recorder=recorder,
             outputs=outputs,
         )
@@ -344,7 +348,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
             return stream
         # A compiled graph plans its own memory
         reuse = kv_cache is not None and not torch.compiler.is_compiling()
-        cache_class = read.block_cache()
+        cache_class = block_cache_class(read_config)
         return stream.keep_in(cache_class.beside(kv_cache) if reuse else cache_class())
 
     def fold_queries(self) -> tuple[torch.Tensor, ...]:

@@ -7,40 +7,41 @@ from typing import Any
 
 from transformers import conversion_mapping
 
-from ..depth.stream import DepthStream
+from ..depth.tensor_like import TensorLike
 from .library_lookups import register_lookups
 
 
-class DepthReader:
-    """Makes a norm of the base read: given a stream, it norms what it has read. A mixin, see `of_both`."""
+class ReadingNorm:
+    """Makes a norm of the base read: given a stream, it norms what it has read. A mixin, see `combined_class`."""
 
     def forward(self, hidden_states, *args, **kwargs):
-        if isinstance(hidden_states, DepthStream) and not args and not kwargs:
+        if isinstance(hidden_states, TensorLike) and not args and not kwargs:
             return hidden_states.read(self)
         return super().forward(hidden_states, *args, **kwargs)
 
 
 @functools.cache
-def of_both(ours: Any, base: type, base_model_type: str | None = None) -> Any:
+def combined_class(ours: Any, base: type, base_model_type: str | None = None) -> Any:
     """The class of the objects that are of a class of ours and of one of the base, under the name of the former.
 
-    A reader has the module of the base's norm, by which `rms_norm_parameters` knows what it computes. Its name ends in
-    another way: SGLang puts a norm of its own in the place of every "...RMSNorm", and that one cannot take a stream.
+    A norm that reads has the module of the base's norm, by which `rms_norm_parameters` knows what it computes. Its
+    name ends in another way: SGLang puts a norm of its own in the place of every "...RMSNorm", and that one cannot
+    take a stream.
     """
-    is_reader = ours is DepthReader
-    name = f"{base.__name__}OverDepth" if is_reader else ours.__name__
+    is_norm = ours is ReadingNorm
+    name = f"{base.__name__}OverDepth" if is_norm else ours.__name__
     members: dict[str, Any] = {
-        "__module__": (base if is_reader else ours).__module__,
-        "__qualname__": f"{name}[{base.__name__ if is_reader else base_model_type}]",
+        "__module__": (base if is_norm else ours).__module__,
+        "__qualname__": f"{name}[{base.__name__ if is_norm else base_model_type}]",
     }
-    if not is_reader:
+    if not is_norm:
         members |= {**ours.members_of_base(base), "base_model_type": base_model_type}
-    members["__reduce_ex__"] = lambda self, protocol: (new_of_both, (ours, base, base_model_type), self.__dict__)
+    members["__reduce_ex__"] = lambda self, protocol: (new_combined, (ours, base, base_model_type), self.__dict__)
     return type(name, (ours, base), members)
 
 
-def new_of_both(ours: Any, base: Any, base_model_type: str | None):
-    cls = of_both(ours, base, base_model_type)
+def new_combined(ours: Any, base: Any, base_model_type: str | None):
+    cls = combined_class(ours, base, base_model_type)
     return cls.__new__(cls)
 
 
@@ -49,7 +50,7 @@ def class_by_name(module: dict, name: str) -> type:
     ours, _, base_model_type = name.removesuffix("]").partition("[")
     if ours not in module["__all__"] or not base_model_type:
         raise AttributeError(f"module {module['__name__']!r} has no attribute {name!r}")
-    return of_both(module[ours], module[ours].class_of_base(base_model_type), base_model_type)
+    return combined_class(module[ours], module[ours].class_of_base(base_model_type), base_model_type)
 
 
 class BaseConversions(list):

@@ -15,9 +15,9 @@ from ..depth.stream import DepthRecorder, DepthStream
 
 
 # What the forward pass of this thread passes to its first layer around the base's code, which may not pass keywords
-# on: `value` is `(model, recorder, stream)`. On the way back, `stream_behind` is what left the last layer of a slice.
+# on: `value` is `(model, recorder, stream)`. On the way back, `slice_output` is what left the last layer of a slice.
 # Not a context variable, because compilers do not support them
-HANDED = threading.local()
+FORWARD_CONTEXT = threading.local()
 
 
 def kv_cache_among(args: tuple, kwargs: dict) -> Cache | None:
@@ -44,7 +44,7 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
 
     @functools.wraps(base_forward)  # Trainer and `generate` look at the names of the arguments
     def forward(self, *args, output_depth_attentions: bool | None = None, depth_recorder=None, **kwargs):
-        outer = getattr(HANDED, "value", None)
+        outer = getattr(FORWARD_CONTEXT, "value", None)
         if outer is not None and outer[0] is self.trunk:  # called by the model with a head, which has done all of this
             return base_forward(self, *args, **kwargs)
         if output_depth_attentions is None:
@@ -61,11 +61,11 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
             return_dict = kwargs.pop("return_dict", None)
             return_dict = self.config.return_dict if return_dict is None else return_dict
             kwargs["return_dict"] = True
-        HANDED.value, HANDED.stream_behind = (self.trunk, depth_recorder, stream), None
+        FORWARD_CONTEXT.value, FORWARD_CONTEXT.slice_output = (self.trunk, depth_recorder, stream), None
         try:
             outputs = _with_tensors(base_forward(self, *args, **kwargs))
         finally:
-            HANDED.value, HANDED.stream_behind = outer, None
+            FORWARD_CONTEXT.value, FORWARD_CONTEXT.slice_output = outer, None
         if not output_depth_attentions:
             return outputs
         weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
@@ -81,7 +81,7 @@ def _with_tensors(outputs: Any) -> Any:
 
     The last hidden state of a slice is the stream behind it.
     """
-    behind = HANDED.stream_behind
+    behind = FORWARD_CONTEXT.slice_output
     if isinstance(outputs, ModelOutput):
         if outputs.get("hidden_states") is not None:
             outputs["hidden_states"] = tuple(_read(state) for state in outputs["hidden_states"])

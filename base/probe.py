@@ -8,6 +8,7 @@ import contextlib
 import copy
 import functools
 import inspect
+import json
 import linecache
 import logging
 import re
@@ -27,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_mod
 from transformers.configuration_utils import PreTrainedConfig
 
 from ..depth.stream import DepthRecorder, DepthStream
-from .config import decoder_class
+from .config import decoder_class, per_layer
 
 
 class RefusedBase(ValueError):
@@ -279,9 +280,50 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return next((found for found in lists if len(found) == num_layers), lists[0])
 
 
+# By what decides, how often each layer adds to the stream
+_COUNTS: dict[tuple, tuple[int, ...]] = {}
+# Where a config came from, and how weights are stored
+_WITHOUT_EFFECT = ("_name_or_path", "architectures", "dtype", "transformers_version")
+
+
 def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
-    """Count how often each decoder layer of a base adds to its residual stream, see `probe_layers`."""
-    return [probed.num_writes for probed in probe_layers(base_config)]
+    """Count how often each decoder layer of a base adds to its residual stream, see `probe_layers`.
+
+    Once in a process for the same base with the same code. Errors are found anew.
+    """
+    key = _content_and_code(base_config)
+    counts = None if key is None else _COUNTS.get(key)
+    if counts is None:
+        counts = tuple(probed.num_writes for probed in probe_layers(base_config))
+        if key is not None:
+            _COUNTS[key] = counts
+    return [*counts]
+
+
+def _content_and_code(base_config: PreTrainedConfig) -> tuple | None:
+    """What a probe depends on: the values of a config, and the classes and functions beside the base's model.
+
+    `None` for a base with code from elsewhere, or values that cannot be compared.
+    """
+    refuse_by_config(base_config)
+    config_class, model_class = type(base_config), decoder_class(type(base_config))
+    if not all(cls.__module__.startswith("transformers.models.") for cls in (config_class, model_class)):
+        return None
+    values = {**base_config.to_dict(), **per_layer(base_config)}
+    for name in _WITHOUT_EFFECT:
+        values.pop(name, None)
+    try:
+        content = json.dumps(values, sort_keys=True)
+    except TypeError:
+        return None
+    # Some of it may have been replaced in this process, as by Liger
+    code: list[Any] = []
+    for of_module in list(vars(sys.modules[model_class.__module__]).values()):
+        if inspect.isclass(of_module) and issubclass(of_module, nn.Module):
+            code += [of_module, *filter(inspect.isfunction, vars(of_module).values())]
+        elif inspect.isfunction(of_module):
+            code.append(of_module)
+    return config_class, model_class, content, *code
 
 
 def probe_layers(base_config: PreTrainedConfig) -> list[ProbedLayer]:

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig
 from transformers.modeling_utils import PreTrainedModel
 
 from ..depth.stream import DepthStream
-from .forward import HANDED, kv_cache_among
+from .forward import FORWARD_CONTEXT, kv_cache_among
 from .probe import Probe, decoder_layers, probe_slices
 
 
@@ -152,7 +152,7 @@ class SliceEnd(PassThrough):
     """Follows the last layer of a slice. What the base does after all layers is not done to the stream."""
 
     def forward(self, stream, *args, **kwargs):
-        HANDED.stream_behind = stream
+        FORWARD_CONTEXT.slice_output = stream
         # Not numbers, so that a head that is run on them by mistake shows
         return super().forward(torch.full_like(stream.newest, torch.nan))
 

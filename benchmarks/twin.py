@@ -37,7 +37,7 @@ from transformers.cache_utils import DynamicLayer  # noqa: E402
 from ..base.library_lookups import is_depth_query  # noqa: E402
 from ..configuration_attnres import AttnResConfig  # noqa: E402
 from ..depth.queries import AttnResDepthQueries  # noqa: E402
-from ..depth.reads import Read  # noqa: E402
+from ..depth.reads import ReadConfig  # noqa: E402
 from ..utils.devices import check_device, is_dtype  # noqa: E402
 from ..utils.figures import write_figure  # noqa: E402
 from ..utils.files import write_file  # noqa: E402
@@ -165,7 +165,7 @@ def make_models(twin: torch.nn.Module, variants: list[str], device: str) -> Mode
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         with torch.device(device):
             queries = AttnResDepthQueries(config)
-        for tensor in queries.zeros_at_first():
+        for tensor in queries.zero_initialized():
             torch.nn.init.normal_(tensor, std=0.02)
         prefix = f"{model.base_model_prefix}.depth_queries."
         own = {prefix + name: parameter for name, parameter in queries.named_parameters()}
@@ -189,7 +189,7 @@ def parse_variant(variant: str) -> dict[str, Any]:
         raise ValueError(
             f"`{variant}` is neither a number of blocks nor full, with fields of the read such as `8:num_heads=4`."
         )
-    known = {field.name for field in dataclasses.fields(Read)}
+    known = {field.name for field in dataclasses.fields(ReadConfig)}
     for name, _, _ in parsed:
         if name not in known:
             raise ValueError(f"`{variant}` has `{name}`, which is not one of {', '.join(sorted(known))}.")

@@ -24,7 +24,7 @@ from ..checkpoints.checkpoint import (
 from ..checkpoints.reports import ConversionReport
 from ..configuration_attnres import REMOTE_CODE_AUTO_MAP, AttnResConfig
 from ..depth.queries import AttnResDepthQueries
-from ..depth.reads import Read
+from ..depth.reads import ReadConfig
 from ..modeling_attnres import AttnResForCausalLM
 from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig
 from ..utils.files import check_destination, hidden_folder
@@ -203,7 +203,7 @@ def config_with_other_read(checkpoint: Checkpoint, choice: Choice) -> PreTrained
         blocks = {"block_size": old.attn_res_block_size}
     if read.get("attn_res_query") == "learned":
         read = {"attn_res_query_rank": None, **read}
-    names = [f"attn_res_{of_read.name}" for of_read in fields(Read)]
+    names = [f"attn_res_{of_read.name}" for of_read in fields(ReadConfig)]
     read = {name: getattr(old, name) for name in names} | read
     new = AttnResConfig.from_base_config(old.to_base_config(), **blocks, **read)
     config = copy.deepcopy(checkpoint.config)

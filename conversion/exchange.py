@@ -34,7 +34,7 @@ from ..checkpoints.checkpoint import (
 )
 from ..checkpoints.reports import ConversionReport
 from ..configuration_attnres import AttnResConfig
-from ..depth.reads import Read
+from ..depth.reads import ReadConfig
 from ..utils.files import check_destination
 from .options import Writing
 from .writing import Conversion, write_checkpoint
@@ -213,7 +213,7 @@ def lost_in_export(checkpoint: Checkpoint, naming: str) -> list[str]:
     if not checkpoint.has_lm_head:
         raise ValueError(f"`{checkpoint.name}` is not a causal LM, the kind that is exchanged.")
     config = checkpoint.config
-    other_read = Read.of(config).in_words()
+    other_read = ReadConfig.of(config).in_words()
     if other_read:
         raise ValueError(
             f"`{checkpoint.name}` has reads over depth that {naming} does not know ({other_read}): there they have one"

@@ -27,7 +27,7 @@ from ..checkpoints.checkpoint import (
 from ..checkpoints.remote_code import code_files
 from ..checkpoints.reports import ConversionReport, SourceWeights
 from ..data.text import read_sample
-from ..depth.reads import Read
+from ..depth.reads import ReadConfig
 from ..model_cards.card import inherited_metadata, weights_of, write_model_card
 from ..utils.files import atomic_folder
 from .checks import check_tensors
@@ -89,7 +89,7 @@ class Conversion:
             "base_model_type": config_dict.get("base_model_type"),
             "num_sublayers": (depth or self.source.depth_config).num_sites - 1,
             "block_size": None if depth is None else depth.attn_res_block_size,
-            "read": "" if depth is None else Read.of(depth).in_words(),
+            "read": "" if depth is None else ReadConfig.of(depth).in_words(),
             "tensors_added": {name: list(tensor.shape) for name, tensor in self.add.items()},
             "tensors_dropped": sorted(name for name, new in self.names.items() if new is None),
         }

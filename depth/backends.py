@@ -1,9 +1,9 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Which code computes reads over depth: plain torch anywhere, kernels on GPUs where they are right and faster.
 
-A backend is a module with functions on tensors; `depth_attention` asks here in front of every one of them:
+A backend is a set of functions on tensors; `attention.py` and the block cache ask here in front of every one of them:
 
-- `torch`: those of `depth_attention` itself. It is always there;
+- `torch`: operations of torch, which are always there;
 - `triton`: the kernels of `triton_kernels`;
 - `fla`: one kernel of flash-linear-attention for a read in training, and those of `triton` for all else.
 
@@ -14,23 +14,20 @@ where two backends are about as fast: a run that has to be repeated bit for bit 
 """
 
 import functools
-import importlib
 import os
-import threading
-from collections.abc import Callable, Sequence
 from types import ModuleType
 
 import torch
 from transformers.utils import logging
 
+from .kernels import INSTALL, module_of
+from .trial import NOT_INSTALLED, WITHOUT_TRITON, trial
+
 
 logger = logging.get_logger(__name__)
 
 BACKENDS = ("auto", "reference", "torch", "triton", "fla")
-INSTALL = {"triton": "pip install triton", "fla": "pip install flash-linear-attention"}
-NOT_INSTALLED, WITHOUT_TRITON = "not installed", "goes with `triton`"
 _backend = "auto"
-_trial = threading.local()
 
 
 def set_backend(name: str):
@@ -53,7 +50,7 @@ def set_backend(name: str):
             way_out = ", or TRITON_INTERPRET=1 to try it slowly on a CPU" if name == "triton" else ""
             raise ValueError(f"The backend `{name}` needs a GPU{way_out}.")
         try:
-            _module(name)
+            module_of(name)
         except ModuleNotFoundError as error:
             package = "Triton" if name == "triton" else "flash-linear-attention"
             raise ValueError(f"The backend `{name}` needs {package}: {INSTALL[name]}") from error
@@ -74,12 +71,9 @@ def _is_interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def _module(name: str) -> ModuleType:
-    return importlib.import_module("attnres.depth.triton_kernels" if name == "triton" else "fla.ops.attnres")
-
-
-def kernels() -> ModuleType:
-    return _module("triton")
+def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
+    """The module of kernels for operations on this tensor, `None` if they are torch's."""
+    return module_of("triton") if use_kernels(tensor) else None
 
 
 def use_kernels(tensor: torch.Tensor) -> bool:
@@ -99,8 +93,7 @@ def backend_of(tensor: torch.Tensor) -> str:
         return "torch"
     if _backend != "auto":
         return _backend
-    running = getattr(_trial, "running", None)  # by this thread
-    return running or choose(tensor.device, tensor.dtype)
+    return choose(tensor.device, tensor.dtype)
 
 
 @functools.cache
@@ -120,33 +113,6 @@ def choose(device: torch.device, dtype: torch.dtype) -> str:
     return min(seconds, key=seconds.__getitem__, default="torch")
 
 
-@functools.cache
-def trial(device: torch.device, dtype: torch.dtype) -> dict[str, float | str]:
-    """By backend the seconds that a read in training takes on a device, forward and backward, or why it does not."""
-    results: dict[str, float | str] = {}
-    for name in ("torch", "triton", "fla"):
-        try:
-            if name == "fla" and not isinstance(results["triton"], float):
-                results[name] = WITHOUT_TRITON
-                continue
-            if name == "triton":
-                kernels().try_on(device, dtype)
-            elif name == "fla":
-                check_fused_read(device, dtype)
-            results[name] = _seconds_of(name, device, dtype)
-        except ModuleNotFoundError:
-            results[name] = NOT_INSTALLED
-        except Exception as error:
-            results[name] = f"{type(error).__name__}: {error}"
-    return results
-
-
-def fused_read(query: torch.Tensor, sources: Sequence[torch.Tensor], eps: float) -> torch.Tensor:
-    """fla's kernel for a read of all sources at once: arguments and mix as of `depth_attention`."""
-    sources = [source.contiguous() for source in sources]
-    return _module("fla").fused_attnres(query, sources, torch.ones_like(query), eps)
-
-
 def describe() -> list[str]:
     """In a line for each device and dtype: which backend computes reads there, and why."""
     on_cpu = backend_of(torch.empty(0))
@@ -164,59 +130,6 @@ def describe() -> list[str]:
             ]
             lines.append(f"{where}: {choose(device, dtype)}, by a trial of a read ({', '.join(results)})")
     return lines
-
-
-def check_fused_read(device: torch.device, dtype: torch.dtype):
-    """Hold fla's kernel to the definition on a few numbers: its mix and its gradients.
-
-    Raises:
-        ArithmeticError: if it computes something else.
-    """
-    from .attention import depth_attention_reference
-
-    generator = torch.Generator("cpu").manual_seed(0)
-    # A hidden size that is no power of 2
-    numbers = [torch.randn(shape, generator=generator).to(device, dtype) for shape in ((96,), *[(2, 5, 96)] * 4)]
-    query, grad, *sources = numbers
-
-    def results(dtype: torch.dtype, function: Callable) -> list[torch.Tensor]:
-        leaves = [tensor.to(dtype).requires_grad_() for tensor in (query, *sources)]
-        mix = function(leaves[0], leaves[1:])
-        return [mix, *torch.autograd.grad(mix, leaves, grad.to(dtype))]
-
-    with torch.enable_grad(), torch.inference_mode(False):
-        actual = results(dtype, lambda query, sources: fused_read(query, sources, 1.0))
-        expected = results(torch.float64, lambda query, sources: depth_attention_reference(query, sources, 1.0)[0])
-    # In fp32 sums of 96 products, in a half precision the rounding of the result and of what it is made of
-    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
-    for what, result, definition in zip(("mix", *["gradient"] * 4), actual, expected):
-        error = (result.double() - definition).abs().max() / definition.abs().max()
-        if not error <= tolerance:
-            raise ArithmeticError(f"its {what} is off by {error:.1e}")
-
-
-@torch.inference_mode(False)
-def _seconds_of(name: str, device: torch.device, dtype: torch.dtype) -> float:
-    """A read of four sources of 2,048 tokens with 1,024 numbers each."""
-    from torch.utils.benchmark import Timer
-
-    from .attention import depth_attention
-
-    generator = torch.Generator(device).manual_seed(0)  # of its own, or the trial would change the run it is a part of
-    numbers = torch.randn(5, 1, 2048, 1024, device=device, generator=generator).to(dtype).requires_grad_()
-    query = torch.zeros(1024, device=device, requires_grad=True)
-
-    def read():
-        *sources, grad = numbers.unbind(0)
-        mix = fused_read(query, sources, 1e-6) if name == "fla" else depth_attention(query, sources, 1e-6)[0]
-        torch.autograd.grad(mix, [query, numbers], grad)
-
-    _trial.running = name
-    try:
-        with torch.enable_grad():
-            return Timer("read()", globals={"read": read}).blocked_autorange(min_run_time=0.05).median
-    finally:
-        _trial.running = None
 
 
 if os.environ.get("ATTNRES_BACKEND"):

@@ -1,16 +1,29 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The parameters that depth attention adds to a model: for each site a query and the weight of its key norm."""
 
-import copy
-import sys
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
 from transformers import PreTrainedConfig
 from transformers import initialization as init
 
-from .reads import Read
+from .reads import ReadConfig
+
+
+class CopiedAlone:
+    """Whether an object is copied by `copy.deepcopy` alone, rather than with what it is part of.
+
+    An argument of what makes the copy: these are copied first, with what has been copied before. (A `__deepcopy__` of
+    the module would also be called for PEFT's wrapper of it, which passes on attributes that it does not have.)
+    """
+
+    def __init__(self, is_alone: bool):
+        self.is_alone = is_alone
+
+    def __deepcopy__(self, memo: dict):
+        return CopiedAlone(not memo)
 
 
 class AttnResDepthQueries(nn.Module):
@@ -22,19 +35,19 @@ class AttnResDepthQueries(nn.Module):
 
     def __init__(self, config: PreTrainedConfig):
         super().__init__()
-        self.block_size, self.read = config.attn_res_block_size, Read.of(config)
+        self.block_size, self.read_config = config.attn_res_block_size, ReadConfig.of(config)
         self.std = getattr(config, "initializer_range", 0.02)  # of bases that have none, transformers' own
-        num_sites, hidden_size, rank = config.num_sites, config.hidden_size, self.read.query_rank
+        num_sites, hidden_size, rank = config.num_sites, config.hidden_size, self.read_config.query_rank
         # Small steps away from zero vanish in half precision, so these are at least fp32 in every model
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
 
         def parameter(*shape: int) -> nn.Parameter:
             return nn.Parameter(torch.zeros(num_sites, *shape, dtype=dtype))
 
-        if self.read.query != "input":
+        if self.read_config.query != "input":
             self.query = parameter(hidden_size)
         self.key_norm = nn.Parameter(torch.ones(num_sites, hidden_size, dtype=dtype))
-        if self.read.query != "learned":
+        if self.read_config.query != "learned":
             if rank is None:
                 self.projection = parameter(hidden_size, hidden_size)
             else:
@@ -56,37 +69,36 @@ class AttnResDepthQueries(nn.Module):
         """The folded queries `query * key_norm`, `[sites, hidden]`, and what makes queries of the input.
 
         Scores of learned queries depend on the product alone. If queries see the input, the key norms and projections
-        follow, as `InputStream` takes them.
+        follow, as `InputDependentStream` takes them.
         """
         dtype = torch.promote_types(self.key_norm.dtype, torch.float32)
         key_norm = self.key_norm.to(dtype)
-        folded = torch.zeros_like(key_norm) if self.read.query == "input" else self.query.to(dtype) * key_norm
-        if self.read.query == "learned":
+        folded = torch.zeros_like(key_norm) if self.read_config.query == "input" else self.query.to(dtype) * key_norm
+        if self.read_config.query == "learned":
             return (folded,)
-        names = ("projection",) if self.read.query_rank is None else ("projection_down", "projection_up")
+        names = ("projection",) if self.read_config.query_rank is None else ("projection_down", "projection_up")
         return folded, key_norm, *(getattr(self, name).to(dtype) for name in names)
 
-    def read_of(self, config: PreTrainedConfig) -> Read:
-        """How sources are read. Raises a `ValueError` if the config was changed since the queries were made."""
+    def check_unchanged(self, config: PreTrainedConfig):
+        """Raise a `ValueError` if the config was changed since the queries were made."""
         if self.block_size != config.attn_res_block_size:
             raise ValueError(
                 f"`attn_res_block_size={config.attn_res_block_size}` was set in the config of a model that was made"
                 f" with {self.block_size}. Make a new model of the config, with the weights of this one."
             )
-        read = Read.of(config)
-        if read != self.read:
+        read_config = ReadConfig.of(config)
+        if read_config != self.read_config:
             raise ValueError(
-                f"The config of a model that was made for {self.read} was changed to {read}. Make a new model of"
-                " the config."
+                f"The config of a model that was made for {self.read_config} was changed to {read_config}. Make a new"
+                " model of the config."
             )
-        return read
 
-    def zeros_at_first(self) -> list[torch.Tensor]:
+    def zero_initialized(self) -> list[torch.Tensor]:
         """The parameters, `[sites, ...]`, that make every read the mean of its sources when all of them are zero."""
         return [getattr(self, name) for name in ("query", "projection", "projection_down") if hasattr(self, name)]
 
     def are_zero(self) -> bool:
-        return not any(tensor.any() for tensor in self.zeros_at_first())
+        return not any(tensor.any() for tensor in self.zero_initialized())
 
     def _apply(self, fn: Callable, recurse: bool = True):
         # `model.half()` and `model.to(torch.bfloat16)` come through here
@@ -96,28 +108,22 @@ class AttnResDepthQueries(nn.Module):
 
         return super()._apply(keep_wide, recurse)
 
-    def __deepcopy__(self, memo: dict):
-        # CODEPATH: PEFT's wrapper of a module passes on what it does not have itself, also this method: `deepcopy(x)`
-        # of a wrapper arrives here, and has to copy the wrapper
-        wrapper = sys._getframe(1).f_locals.get("x", self)
-        if wrapper is not self and hasattr(wrapper, "modules_to_save"):
-            return copy._reconstruct(wrapper, memo, *wrapper.__reduce_ex__(4))  # type: ignore[attr-defined]
-        is_adapter = not memo
-        copied = type(self).__new__(type(self))
-        memo[id(self)] = copied
-        copied.__dict__.update(copy.deepcopy(self.__dict__, memo))
-        # CODEPATH: PEFT trains and saves a copy of this module alone (within a copy of a model the memo has the
-        # model). Shapes of queries do not tell how sublayers were divided into blocks, so what an adapter saves does
-        if is_adapter:
-            copied.trained_block_size = nn.Buffer(self.trained_for)
-        return copied
+    def __reduce_ex__(self, protocol: Any):
+        return _new_queries, (CopiedAlone(False), type(self)), self.__dict__
+
+    def __setstate__(self, state: dict):
+        super().__setstate__(state)
+        # CODEPATH: PEFT trains and saves a copy of this module alone. Shapes of queries do not tell how sublayers were
+        # divided into blocks, so what an adapter saves does
+        if self.__dict__.pop("copied_alone", False):
+            self.trained_block_size = nn.Buffer(self.trained_for)
 
     @property
     def trained_for(self) -> torch.Tensor:
         """The block size; if reads are not the paper's own, the numbers of their fields behind it."""
-        if self.read == Read():
+        if self.read_config == ReadConfig():
             return torch.tensor(self.block_size)
-        return torch.tensor([self.block_size, *self.read.numbers()])
+        return torch.tensor([self.block_size, *self.read_config.numbers()])
 
     def _load_from_state_dict(self, state_dict, prefix, local_metadata, strict, missing, unexpected, errors):
         try:
@@ -141,13 +147,19 @@ class AttnResDepthQueries(nn.Module):
                 f" has {self.block_size}: the same queries would read from other sources. Load it on a conversion of"
                 " the base with the adapter's block size."
             )
-        read = Read.of_numbers(of_read) if of_read else Read()
-        if read != self.read:
+        read_config = ReadConfig.of_numbers(of_read) if of_read else ReadConfig()
+        if read_config != self.read_config:
             raise ValueError(
-                f"The adapter's depth queries were trained for {read or 'a read that is not known here'}, and this"
-                f" model has {self.read}: the same queries would read something else. Load it on a conversion of the"
-                " base with the adapter's fields."
+                f"The adapter's depth queries were trained for {read_config or 'a read that is not known here'}, and"
+                f" this model has {self.read_config}: the same queries would read something else. Load it on a"
+                " conversion of the base with the adapter's fields."
             )
+
+
+def _new_queries(copied_alone: CopiedAlone, cls: type[AttnResDepthQueries]) -> AttnResDepthQueries:
+    queries = cls.__new__(cls)
+    queries.__dict__["copied_alone"] = copied_alone.is_alone
+    return queries
 
 
 def fold_queries(depth_queries: nn.Module) -> tuple[torch.Tensor, ...]:

@@ -14,26 +14,18 @@ With the sources `v_1 ... v_n` of a site, their keys `k_i = v_i / rms(v_i)`, and
 and of an open block either the sum of its outputs is a source, or each output. At queries of zero the weights are all
 1 / n, 1 / (n + 1) or 1 / 2. So a read that is multiplied by n, n + 1 or 2 is the residual stream, as the paper's is.
 
-One class of stream has the paper's read, `DepthStream`. Here are one for all others with learned queries, and one for
-queries that see the input. `Read.start` chooses.
+Here are what a read may be like and its weights; the streams that are read so are in `other_reads.py`.
 """
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields, replace
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
 from typing import Any
 
 import torch
-from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 from transformers.configuration_utils import PreTrainedConfig
-from transformers.utils.generic import maybe_autocast
-from transformers.utils.import_utils import is_tracing
 
-from .attention import BlockCache, by_head, inverse_rms, key_length, mix_and_norm, norm_of, source_scores
-from .backends import uses_definition
 from .choices import READS
-from .stream import DepthStream, register_stream
 
 
 class Softmax:
@@ -56,18 +48,18 @@ class Softmax:
         return log_weights.exp(), log_weights[..., :1] - scores[..., :1]
 
     @staticmethod
-    def weight(product: torch.Tensor, length: torch.Tensor, negative_lse: Any) -> torch.Tensor:
-        """Phase 2: the weight of one source more, whose score is a product by a length, by the online-softmax rule."""
-        return torch.addcdiv(negative_lse, product, length).sigmoid_()
+    def weight(product: torch.Tensor, key_l2_norm: torch.Tensor, negative_lse: Any) -> torch.Tensor:
+        """Phase 2: the weight of one source more by the online-softmax rule; its score is `product / key_l2_norm`."""
+        return torch.addcdiv(negative_lse, product, key_l2_norm).sigmoid_()
 
     # `(mix, value, weight)`
     merge = staticmethod(torch.lerp)
 
     @staticmethod
-    def next_state(product: torch.Tensor, length: torch.Tensor, negative_lse: Any) -> torch.Tensor | None:
+    def next_state(product: torch.Tensor, key_l2_norm: torch.Tensor, negative_lse: Any) -> torch.Tensor | None:
         """What the weight of a further source has to know after that of this one."""
         # Beyond the threshold torch leaves out e^-x, and with its own of 20 that is 2e-9
-        return negative_lse - F.softplus(torch.addcdiv(negative_lse, product, length), threshold=40)
+        return negative_lse - F.softplus(torch.addcdiv(negative_lse, product, key_l2_norm), threshold=40)
 
 
 class SoftmaxWithNull(Softmax):
@@ -103,13 +95,13 @@ class Sigmoid:
         return torch.sigmoid(scores), None
 
     @staticmethod
-    def weight(product: torch.Tensor, length: torch.Tensor, _) -> torch.Tensor:
-        return (product / length).sigmoid_()
+    def weight(product: torch.Tensor, key_l2_norm: torch.Tensor, _) -> torch.Tensor:
+        return (product / key_l2_norm).sigmoid_()
 
     merge = staticmethod(torch.addcmul)
 
     @staticmethod
-    def next_state(product: torch.Tensor, length: torch.Tensor, _) -> torch.Tensor | None:
+    def next_state(product: torch.Tensor, key_l2_norm: torch.Tensor, _) -> torch.Tensor | None:
         return None
 
 
@@ -117,7 +109,7 @@ WEIGHTS: dict[str, Any] = {"softmax": Softmax, "sigmoid": Sigmoid, "softmax1": S
 
 
 @dataclass(frozen=True)
-class Read:
+class ReadConfig:
     """How the sources of a site are read: the fields of `AttnResConfig` of these names."""
 
     num_heads: int = 1
@@ -127,7 +119,7 @@ class Read:
     open_block: str = "sum"
 
     @classmethod
-    def of(cls, config: PreTrainedConfig) -> "Read":
+    def of(cls, config: PreTrainedConfig) -> "ReadConfig":
         return cls(  # one by one, as a compiler goes through here
             config.attn_res_num_heads,
             config.attn_res_query,
@@ -137,7 +129,7 @@ class Read:
         )
 
     def __str__(self):
-        return f"a read with {self.in_words()}" if self != Read() else "the paper's read"
+        return f"a read with {self.in_words()}" if self != ReadConfig() else "the paper's read"
 
     def in_words(self) -> str:
         """What is not the paper's own: `4 heads, weights sigmoid`."""
@@ -155,7 +147,7 @@ class Read:
         return [self.num_heads, self.query_rank or 0, *places]
 
     @classmethod
-    def of_numbers(cls, numbers: Sequence[int]) -> "Read | None":
+    def of_numbers(cls, numbers: Sequence[int]) -> "ReadConfig | None":
         """The read that has these numbers; `None` if this version of the code knows none."""
         num_heads, rank, *places = numbers if len(numbers) == 5 else (0,) * 5
         if num_heads < 1 or not all(0 <= place < len(choices) for choices, place in zip(READS.values(), places)):
@@ -184,465 +176,3 @@ class Read:
                 f"A stream at site {site} with `attn_res_block_size={block_size}` and"
                 f" `attn_res_open_block={self.open_block!r}` has {expected}, not {given}."
             )
-
-    def start(
-        self, queries: Sequence[torch.Tensor], *args, outputs: Sequence[torch.Tensor] = (), **kwargs
-    ) -> DepthStream:
-        """A stream that is read so.
-
-        Args:
-            queries: as the model's depth queries give them: those that are learned, and of queries that see the input
-                their `projections`.
-            outputs: of the open block, if each is a source. Other arguments are those of `DepthStream`.
-        """
-        learned, *projections = queries
-        if self == Read():
-            return DepthStream(learned, *args, **kwargs)
-        kwargs |= {"how": self, "outputs": tuple(outputs)}
-        if self.query == "learned":
-            return GeneralStream(learned, *args, **kwargs)
-        return InputStream(learned, *args, **kwargs | {"projections": tuple(projections)})
-
-    def block_cache(self) -> type[BlockCache]:
-        return BlockCache if self == Read() else GeneralBlockCache
-
-
-def read_by_definition(
-    query: torch.Tensor, sources: Sequence[torch.Tensor], eps: float, num_heads: int = 1, weights: str = "softmax"
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The definition of these reads, in plain operations.
-
-    Args:
-        query: folded query of the site, `[hidden]`, or that of each token, `[batch, seq, hidden]`.
-        sources: the values `v_i`, each `[batch, seq, hidden]`.
-        eps: epsilon of the key RMSNorm.
-        num_heads: by which the hidden dimension is divided.
-        weights: `softmax`, `softmax1` or `sigmoid`.
-
-    Returns:
-        The mix, `[batch, seq, hidden]`, and the weights, `[batch, seq, heads, sources]`.
-    """
-    scores = [scores_by_definition(query, source, eps, num_heads) for source in sources]
-    of_source = weights_by_definition(torch.stack(scores, dim=-1), weights)
-    values = torch.stack([source.unflatten(-1, (num_heads, -1)) for source in sources], dim=-2)
-    mix = (of_source.unsqueeze(-1) * values).sum(-2).flatten(-2)
-    return mix.to(sources[0].dtype), of_source
-
-
-def weights_by_definition(scores: torch.Tensor, weights: str) -> torch.Tensor:
-    """Weights of scores, `[..., sources]` both; `weights` as of `read_by_definition`."""
-    # By which numerators and denominators are multiplied, so that no power of e overflows
-    largest = scores.detach() if weights == "sigmoid" else scores.detach().amax(-1, keepdim=True)
-    if weights != "softmax":
-        largest = largest.clamp(min=0)
-    powers, nothing = (scores - largest).exp(), (-largest).exp()
-    if weights == "sigmoid":
-        return powers / (nothing + powers)
-    total = powers.sum(-1, keepdim=True)
-    return powers / (nothing + total if weights == "softmax1" else total)
-
-
-def scores_by_definition(query: torch.Tensor, source: torch.Tensor, eps: float, num_heads: int) -> torch.Tensor:
-    """Scores of a source, `[batch, seq, heads]`; arguments as of `read_by_definition`."""
-    values = source.to(torch.promote_types(source.dtype, torch.float32))
-    keys = values * torch.rsqrt(values.pow(2).mean(-1, keepdim=True) + eps)
-    return (keys * query).unflatten(-1, (num_heads, -1)).sum(-1)
-
-
-class HeadScores(torch.autograd.Function):
-    """Scores of one source for several queries of several heads. Saves the source, which is alive anyway."""
-
-    @staticmethod
-    def forward(ctx, queries: torch.Tensor, source: torch.Tensor, eps: float, num_heads: int):
-        inv_rms = inverse_rms(source, eps).unsqueeze(-1)
-        heads, queries_by_head = by_head([source.to(inv_rms.dtype), queries.to(inv_rms.dtype)], num_heads)
-        with maybe_autocast(device_type=source.device.type, enabled=False):
-            scores = torch.einsum("...hd,shd->...hs", heads, queries_by_head) * inv_rms
-        ctx.save_for_backward(queries, source, inv_rms, scores)
-        ctx.num_heads = num_heads
-        return scores
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        queries, source, inv_rms, scores = ctx.saved_tensors
-        wide_source = source.to(scores.dtype)
-        heads, queries_by_head = by_head([wide_source, queries.to(scores.dtype)], ctx.num_heads)
-        with maybe_autocast(device_type=source.device.type, enabled=False):
-            # As of one head, but that the norm has a part of each
-            to_query = grad * inv_rms
-            to_source = (grad * scores).sum((-1, -2)).unsqueeze(-1) * inv_rms[..., 0].square() / -source.shape[-1]
-            grad_source = torch.einsum("...hs,shd->...hd", to_query, queries_by_head).flatten(-2)
-            grad_source = grad_source.addcmul_(to_source, wide_source)
-            grad_queries = torch.einsum("ths,thd->shd", to_query.flatten(0, -3), heads.flatten(0, -3)).flatten(-2)
-        return grad_queries.to(queries.dtype), grad_source.to(source.dtype), None, None
-
-
-def head_scores(queries: torch.Tensor, source: torch.Tensor, eps: float, num_heads: int) -> torch.Tensor:
-    """As `source_scores`, for several heads: `[batch, seq, heads, sites]`."""
-    if uses_definition():
-        return torch.stack([scores_by_definition(query, source, eps, num_heads) for query in queries], dim=-1)
-    return HeadScores.apply(queries, source, eps, num_heads)
-
-
-class TokenScores(torch.autograd.Function):
-    """Scores of one source for a query of each token. Saves what is alive anyway, and a number per token and head."""
-
-    @staticmethod
-    def forward(ctx, query: torch.Tensor, source: torch.Tensor, inv_rms: torch.Tensor, num_heads: int):
-        (products,) = by_head([query * source.to(query.dtype)], num_heads)
-        scores = products.sum(-1) * inv_rms
-        ctx.save_for_backward(query, source, inv_rms, scores)
-        return scores
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        query, source, inv_rms, scores = ctx.saved_tensors
-        wide_source, width = source.to(query.dtype), query.shape[-1] // scores.shape[-1]
-        to_query = (grad * inv_rms).repeat_interleave(width, dim=-1)
-        to_source = (grad * scores).sum(-1, keepdim=True) * inv_rms.square() / -source.shape[-1]
-        grad_source = (to_query * query).addcmul_(to_source, wide_source)
-        return to_query.mul_(wide_source), grad_source.to(source.dtype), None, None
-
-
-@register_stream
-@dataclass(eq=False)
-class GeneralStream(DepthStream):
-    """A stream that is read by one or several heads, with one of three kinds of weights, and queries that are learned.
-
-    Args:
-        how: what is read, and how. Other arguments as of `DepthStream`.
-        outputs: those of the open block, each `[batch, seq, hidden]`, if each is a source.
-    """
-
-    how: Read = Read()
-    outputs: tuple[torch.Tensor, ...] = ()
-
-    def _append(self, output: torch.Tensor, cast: torch.dtype | None) -> DepthStream:
-        new: Any = super()._append(output, cast)
-        if self.how.open_block == "each":
-            new.outputs = () if new.partial is None else (*self.outputs, output)
-        return new
-
-    def prepare_reads(self):
-        self._scores_of_blocks()
-
-    @property
-    def open_tensors(self) -> tuple[torch.Tensor, ...]:
-        # `super().open_tensors` cannot be compiled: torch.compile does not look up properties there
-        return (() if self.partial is None else (self.partial,)) + self.outputs
-
-    @property
-    def open_sources(self) -> tuple[torch.Tensor, ...]:
-        if self.how.open_block == "each":
-            return self.outputs
-        return () if self.partial is None else (self.partial,)
-
-    @property
-    def sources(self) -> tuple[torch.Tensor, ...]:
-        return *self.blocks, *self.open_sources
-
-    def _is_one_source(self) -> bool:
-        return self.how.weights == "softmax" and super()._is_one_source()
-
-    def _factor(self) -> int:
-        num_sources = len(self.blocks) + len(self.open_sources)
-        return WEIGHTS[self.how.weights].factor(num_sources) if self.sums else 1
-
-    def _score(self, queries: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        if self.how.num_heads == 1:
-            return source_scores(queries, source, self.eps)
-        return head_scores(queries, source, self.eps, self.how.num_heads)
-
-    def _scores(self) -> list[torch.Tensor]:
-        """Of every source for this site, each `[batch, seq, (heads)]`."""
-        query = self.queries[self.site : self.site + 1]
-        return [*self._scores_of_blocks(), *(self._score(query, source)[..., 0] for source in self.open_sources)]
-
-    def _read_sources(self, norm: nn.Module | None) -> torch.Tensor:
-        scores = torch.stack(self._scores(), dim=-1)
-        masked = self.masked_source()
-        if masked is not None:
-            scores[..., masked] = -torch.inf
-        if uses_definition():
-            weights = weights_by_definition(scores, self.how.weights)
-        else:
-            weights = WEIGHTS[self.how.weights].of_scores(scores)
-        if self.recorder is not None:
-            self.recorder.weights[self.site] = self.recorder.by_token(weights, 1 + (self.how.num_heads > 1))
-        return mix_and_norm(weights * self._factor() if self.sums else weights, self.sources, norm)
-
-    # The block cache
-
-    def _start(self, cache: Any):
-        cache.start(self.queries, self.newest, self.block_size, self.eps, self.how)
-
-    def _read_cached(self, cache: Any, norm: nn.Module | None) -> torch.Tensor:
-        return cache.read(self.site, self.open_sources, norm, self._factor())
-
-    # As tensors
-
-    def on_newest(self, function: Callable[[torch.Tensor], torch.Tensor]) -> DepthStream:
-        new: Any = super().on_newest(function)
-        if self.outputs:
-            new.outputs = (*self.outputs[:-1], function(self.outputs[-1]))
-        return new
-
-    def on_sources(self, function: Callable[[torch.Tensor], torch.Tensor]) -> DepthStream:
-        new: Any = super().on_sources(function)
-        new.outputs = tuple(function(output) for output in self.outputs)
-        return new
-
-    def parts(self) -> tuple[list[torch.Tensor | None], tuple]:
-        leaves, context = super().parts()
-        return [*self.outputs, *leaves], (len(self.outputs), self.how, *context)
-
-    @classmethod
-    def of_parts(cls, leaves: Sequence[torch.Tensor | None], context: tuple) -> DepthStream:
-        num_outputs, how, *others = context
-        new: Any = super().of_parts(leaves[num_outputs:], tuple(others))
-        new.outputs, new.how = tuple(leaves[:num_outputs]), how
-        return new
-
-
-@register_stream
-@dataclass(eq=False)
-class InputStream(GeneralStream):
-    """A stream whose queries see its newest source.
-
-    Args:
-        projections: by site what the queries are multiplied by, `[sites, hidden]`, and what makes a query of a source:
-            `W`, `[sites, hidden, hidden]`, or `A`, `[sites, rank, hidden]`, and `B`, transposed, `[sites, hidden,
-            rank]`. Other arguments as of `GeneralStream`; its `queries` are what is added to these.
-    """
-
-    projections: tuple[torch.Tensor, ...] = ()
-
-    def __post_init__(self):
-        super().__post_init__()
-        self.inverse_rms: tuple[torch.Tensor, ...] = ()  # of the blocks, kept from read to read
-
-    def _query(self) -> torch.Tensor:
-        """The query of every token at this site, `[batch, seq, hidden]`."""
-        gamma, *projections = (of_sites[self.site] for of_sites in self.projections)
-        query = self.sources[-1].to(gamma.dtype)
-        with maybe_autocast(device_type=query.device.type, enabled=False):
-            for projection in projections:
-                query = F.linear(query, projection)
-            return torch.addcmul(self.queries[self.site], query, gamma)
-
-    def prepare_reads(self):
-        self._inverse_rms_of_blocks()
-
-    def _inverse_rms_of_blocks(self) -> tuple[torch.Tensor, ...]:
-        with torch.no_grad():  # `TokenScores` knows its derivative
-            new = (inverse_rms(block, self.eps) for block in self.blocks[len(self.inverse_rms) :])
-            self.inverse_rms = *self.inverse_rms, *new
-            return self.inverse_rms
-
-    def _scores(self) -> list[torch.Tensor]:
-        query, num_heads = self._query(), self.how.num_heads
-        if uses_definition():
-            scores = [scores_by_definition(query, source, self.eps, num_heads) for source in self.sources]
-        else:
-            with torch.no_grad():
-                of_open = (inverse_rms(source, self.eps) for source in self.open_sources)
-                inv_rms = *self._inverse_rms_of_blocks(), *of_open
-            scores = [TokenScores.apply(query, *of_source, num_heads) for of_source in zip(self.sources, inv_rms)]
-        return [of_source.squeeze(-1) for of_source in scores] if num_heads == 1 else scores
-
-    def _read_cached(self, cache: Any, norm: nn.Module | None) -> torch.Tensor:
-        return cache.read(self.site, self.open_sources, norm, self._factor(), self._query())
-
-    def _with_queries(self, function: Callable[[torch.Tensor], torch.Tensor]) -> DepthStream:
-        new: Any = super()._with_queries(function)
-        return replace(new, projections=tuple(map(function, self.projections)))
-
-    def parts(self) -> tuple[list[torch.Tensor | None], tuple]:
-        leaves, context = super().parts()
-        return [*self.projections, *leaves], (len(self.projections), *context)
-
-    @classmethod
-    def of_parts(cls, leaves: Sequence[torch.Tensor | None], context: tuple) -> DepthStream:
-        num_projections, *others = context
-        new: Any = super().of_parts(leaves[num_projections:], tuple(others))
-        new.projections = tuple(leaves[:num_projections])
-        return new
-
-
-class GeneralBlockCache(BlockCache):
-    """The block cache of a `GeneralStream`: every head of a token has a row.
-
-    With learned queries reads are of two phases. Queries that see the input are not known before the sublayers in
-    front have run, so these read all closed blocks at every site, with the lengths of their keys as they were kept.
-    """
-
-    lengths: list[torch.Tensor]
-
-    def start(self, queries: torch.Tensor, like: torch.Tensor, block_size: int, eps: float, how: Read = Read()):
-        """As of `BlockCache`, for streams that are read in some way."""
-        super().start(queries, like, block_size, eps, how)
-        if self.is_one_token and self.num_heads > 1:
-            self.slices.copy_(self.queries.view(len(queries), self.num_heads, -1).mT)
-        self.lengths = []
-
-    def _allocate(self, like: torch.Tensor, num_sites: int):
-        self.kind, self.num_heads = WEIGHTS[self.how.weights], self.how.num_heads
-        num_rows, num_blocks = like[..., 0].numel() * self.num_heads, 1 + (num_sites - 1) // self.block_size
-        self.dtype = like.dtype
-        self.is_one_token = like[..., 0].numel() == 1 and like.device.type == "cpu" and not is_tracing(like)
-        wide = torch.promote_types(like.dtype, torch.float32)
-        self.values = like.new_empty(num_rows, num_blocks, self.shape[-1] // self.num_heads, dtype=wide)
-        self.scores = like.new_empty(num_rows, num_blocks, num_sites, dtype=wide)
-        self.queries = like.new_empty(num_sites, self.shape[-1], dtype=wide)
-        self.zero, self.shifts = self.queries.new_zeros(self.shape[-1]), {}
-        self.shift = self._shift(self.eps)
-        if self.is_one_token:  # for which time goes into views as well
-            self._allocate_for_one_token(num_sites, num_blocks)
-
-    def _allocate_for_one_token(self, num_sites: int, num_blocks: int):
-        # By site `[heads, hidden]`: the query of each head, and zeros where the slices of others are
-        head_queries = self.queries.unsqueeze(1)
-        if self.num_heads > 1:
-            head_queries = self.queries.new_zeros(num_sites, self.num_heads, self.shape[-1])
-            by_slice = head_queries.view(num_sites, self.num_heads, self.num_heads, -1)
-            self.slices = by_slice.diagonal(dim1=1, dim2=2)
-        self.site_queries = head_queries.unbind(0)
-        # In the order in which they are written and read
-        scores_by_site = self.scores.new_empty(num_sites, self.num_heads, num_blocks)
-        self.scores = scores_by_site.permute(1, 2, 0)
-        self.closing = []
-        for block, first in enumerate(range(0, num_blocks * self.block_size, self.block_size)):
-            queries = head_queries[first:].flatten(0, 1)
-            self.closing.append((self.values[:, block], queries, scores_by_site[first:, :, block]))
-
-    def _rows(self, tensor: torch.Tensor) -> torch.Tensor:
-        """`[batch, seq, hidden]` as `[rows, hidden / heads]`, as wide as scores are."""
-        return tensor.to(self.queries.dtype).reshape(-1, self.values.shape[-1])
-
-    def append(self, block: torch.Tensor) -> torch.Tensor:
-        """As of `BlockCache`; gives back the block itself."""
-        if self.is_one_token:
-            self._append_one_token(block.to(self.queries.dtype).view(-1))
-            return block
-        wide_block = block.to(self.queries.dtype)
-        length = key_length(wide_block, self.shift).unsqueeze(-1).expand(*self.shape[:-1], self.num_heads, 1)
-        self.values[:, self.num_closed].copy_(self._rows(wide_block))
-        if self.how.query == "learned":
-            with maybe_autocast(device_type=block.device.type, enabled=False):
-                heads, queries = by_head([wide_block, self.queries[self.open_from :]], self.num_heads)
-                scores = torch.einsum("...hd,shd->...hs", heads, queries) / length
-            self.scores[:, self.num_closed, self.open_from :] = scores.reshape(self.values.shape[0], -1)
-        else:
-            self.lengths.append(length.reshape(-1, 1))
-        self.num_closed += 1
-        return block
-
-    def _append_one_token(self, vector: torch.Tensor):
-        values, queries, scores = self.closing[self.num_closed]
-        values.copy_(vector.view_as(values))
-        length = key_length(vector, self.shift)
-        if self.how.query == "learned":
-            torch.div(torch.mv(queries, vector).view_as(scores), length, out=scores)
-        else:
-            self.lengths.append(length.unsqueeze(0))
-        self.num_closed += 1
-
-    @property
-    def open_from(self) -> int:
-        """The first site that has not been read when the next block is kept."""
-        return self.num_closed * self.block_size
-
-    def read(  # type: ignore[override]
-        self,
-        site: int,
-        open_sources: Sequence[torch.Tensor],
-        norm: nn.Module | None = None,
-        factor: int = 1,
-        query: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The mix at a site behind the blocks that the cache holds, `[batch, seq, hidden]`.
-
-        Args:
-            open_sources: of the open block, each `[batch, seq, hidden]`.
-            norm: if it is to be applied.
-            factor: what the mix is multiplied by.
-            query: of every token, `[batch, seq, hidden]`, if queries see the input.
-        """
-        device_type = self.values.device.type
-        if torch.is_autocast_enabled(device_type):
-            with torch.autocast(device_type, enabled=False):
-                mix = self.read(site, open_sources, None, factor, query)
-            return mix if norm is None else norm_of(norm, mix)
-        if query is not None:
-            query = query * self.shape[-1] ** 0.5
-        if self.is_one_token:
-            return self._read_one_token(site, open_sources, norm, factor, query)
-        if query is None:
-            query = self.queries[site].view(self.num_heads, -1)
-            mix, state = self._read_closed_at(site)
-        else:
-            mix, state = self._read_closed_by(self._rows(query))
-            query = query.unflatten(-1, (self.num_heads, -1))
-        for i, source in enumerate(open_sources):
-            wide_source = source.to(mix.dtype)
-            value = wide_source.unflatten(-1, (self.num_heads, -1))
-            product = (value * query).sum(-1, keepdim=True)
-            length = key_length(wide_source, self.shift).unsqueeze(-1)
-            mix = self.kind.merge(mix, value, self.kind.weight(product, length, state))
-            if i + 1 < len(open_sources):
-                state = self.kind.next_state(product, length, state)
-        return self._normed(mix.reshape(self.shape), norm, factor)
-
-    def _read_one_token(self, site, open_sources, norm, factor, query) -> torch.Tensor:  # type: ignore[override]
-        """`read` with few operations: heads are rows, and a product with all of them is one with a matrix."""
-        mix, state = self._read_closed_at(site) if query is None else self._read_closed_by(self._rows(query))
-        for i, source in enumerate(open_sources):
-            vector = source.to(mix.dtype).view(-1)
-            if query is None:
-                product = torch.mv(self.site_queries[site], vector)
-            else:
-                product = (vector * query.view(-1)).view(self.num_heads, -1).sum(-1)
-            length = key_length(vector, self.shift)
-            mix = self.kind.merge(mix, vector.view_as(mix), self.kind.weight(product, length, state).unsqueeze(-1))
-            if i + 1 < len(open_sources):
-                state = self.kind.next_state(product, length, state)
-        # Without open sources it is a part of another tensor
-        mix = mix.view(self.shape) if open_sources else mix.reshape(self.shape)
-        return self._normed_of_one_token(mix, norm, factor, copy=False)
-
-    def _shift(self, eps: float) -> torch.Tensor:
-        if eps not in self.shifts:
-            self.shifts[eps] = self.queries.new_full((), (self.shape[-1] * eps) ** 0.5)
-        return self.shifts[eps]
-
-    def _read_closed_at(self, site: int) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Phase 1 for a learned query: once for all sites of the block."""
-        block, offset = divmod(site, self.block_size)
-        if self.open_block != block:
-            scores = self.scores[:, : self.num_closed, self.block_size * block : self.block_size * (block + 1)].mT
-            self.mix, self.states = self._mixes(scores)
-            self.open_block = block
-        return self.mix[offset], self.states[offset]
-
-    def _read_closed_by(self, query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """The same for queries `[rows, hidden / heads]` of one site."""
-        scores = torch.bmm(self.values[:, : self.num_closed], query.unsqueeze(-1)).squeeze(-1)
-        mixes, states = self._mixes((scores / torch.cat(self.lengths, dim=-1)).unsqueeze(1))
-        return mixes[0], states[0]
-
-    def _mixes(self, scores: torch.Tensor) -> tuple[Sequence[torch.Tensor], Sequence[torch.Tensor | None]]:
-        """Of scores `[rows, sites, sources]`, by site the mix and what phase 2 has to know.
-
-        Returns:
-            `[batch, seq, heads, hidden / heads]` and `[batch, seq, heads, 1]` each; `[heads, hidden / heads]` and
-            `[heads]` of a single token.
-        """
-        weights, states = self.kind.of_closed(scores)
-        mixes = torch.bmm(weights, self.values[:, : self.num_closed])
-        nothing = [None] * mixes.shape[1]
-        if self.is_one_token:
-            return mixes.unbind(1), nothing if states is None else states.squeeze(-1).unbind(1)
-        shape = *self.shape[:-1], self.num_heads, mixes.shape[1], -1
-        return mixes.view(shape).unbind(-2), nothing if states is None else states.view(shape).unbind(-2)

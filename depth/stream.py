@@ -19,11 +19,14 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn import functional as F
 from torch.utils import _pytree as pytree
 
-from .attention import BlockCache, depth_weights, has_kernel, mix_and_norm, norm_of, read_and_norm, source_scores
-from .backends import backend_of, fused_read
+from .attention import depth_weights, has_kernel, mix_and_norm, read_and_norm, source_scores
+from .backends import backend_of
+from .block_cache import BlockCache
+from .kernels import fused_read
+from .norms import norm_of
+from .tensor_like import TensorLike
 
 
 @dataclass
@@ -43,6 +46,20 @@ class DepthRecorder:
     # `[batch, seq]` of the forward pass, set by the model
     tokens: torch.Size | None = None
 
+    def masked_at(self, site: int, num_sources: int) -> int | None:
+        """The source that is left out at a site with some sources.
+
+        Raises:
+            ValueError: if it is not there, or the only one.
+        """
+        masked = self.masked_source.get(site)
+        if masked is not None and (num_sources == 1 or not 0 <= masked < num_sources):
+            raise ValueError(
+                f"`masked_source={{{site}: {masked}}}` cannot be left out: site {site} has {num_sources} sources, of"
+                " which one has to be read."
+            )
+        return masked
+
     def by_token(self, tensor: torch.Tensor, num_dims: int = 1) -> torch.Tensor:
         """A layer's tensor as `[batch, seq, ...]`, also of one that flattens the tokens; `num_dims` follow them."""
         if self.tokens is None or tensor.shape[:-num_dims] != (self.tokens.numel(),):
@@ -51,7 +68,7 @@ class DepthRecorder:
 
 
 @dataclass(eq=False)  # a dataclass, as FSDP2 looks for tensors in these
-class DepthStream:
+class DepthStream(TensorLike):
     """The sources of the reads over depth, at one site.
 
     Args:
@@ -61,8 +78,8 @@ class DepthStream:
         site: the number of writes so far.
         block_size: writes per block.
         eps: epsilon of the RMSNorm on the keys.
-        sums: whether a read is multiplied by its number of sources, so that queries of zero read the sum of all.
-        cast: what a reader has asked for by `.to(dtype)`, given to the next read or write.
+        scale_by_sources: whether a read is multiplied by its number of sources: queries of zero then read their sum.
+        pending_dtype: what a reader has asked for by `.to(dtype)`, given to the next read or write.
         recorder: of this forward pass, if there is one.
     """
 
@@ -72,8 +89,8 @@ class DepthStream:
     site: int = 0
     block_size: int = 1
     eps: float = 1e-6
-    sums: bool = False
-    cast: torch.dtype | None = None
+    scale_by_sources: bool = False
+    pending_dtype: torch.dtype | None = None
     recorder: DepthRecorder | None = None
 
     def __post_init__(self):
@@ -90,27 +107,29 @@ class DepthStream:
 
     def write(self, output: torch.Tensor) -> "DepthStream":
         """The stream with one more output, `[batch, seq, hidden]`; closes the block if this is its last."""
-        cast = None
-        if self.cast is not None or output.dtype != self.newest.dtype:
+        pending_dtype = None
+        if self.pending_dtype is not None or output.dtype != self.newest.dtype:
             read_as = torch.promote_types(self.dtype, output.dtype)  # as a sum of tensors has it
             dtype = torch.promote_types(read_as, self.newest.dtype)
             if self.newest.dtype != dtype:
-                return self._widened(dtype).write(output)
+                return self.on_sources(lambda source: source.to(dtype)).write(output)  # all sources are of one dtype
             output = output.to(dtype)
-            cast = None if read_as == dtype else read_as
+            pending_dtype = None if read_as == dtype else read_as
         if self.recorder is not None and self.recorder.outputs is not None:
             self.recorder.outputs[self.site] = output  # itself, as somebody may want its gradient
-        return self._append(output, cast)
+        return self._append(output, pending_dtype)
 
-    def _append(self, output: torch.Tensor, cast: torch.dtype | None) -> "DepthStream":
+    def _append(self, output: torch.Tensor, pending_dtype: torch.dtype | None) -> "DepthStream":
         partial = output if self.partial is None else self.partial + output
         site = self.site + 1
         if site % self.block_size:
-            return self._with(self.blocks, partial, site, cast, self.is_cached)
+            return self.copy_with(partial=partial, site=site, pending_dtype=pending_dtype)
         cache = self._usable_cache(partial)
         if cache is not None:
-            return self._with((*self.blocks, cache.append(partial)), None, site, cast, is_cached=True)
-        new = self._with((*self.blocks, partial), None, site, cast, is_cached=False)
+            blocks = *self.blocks, cache.append(partial)
+            return self.copy_with(blocks=blocks, partial=None, site=site, pending_dtype=pending_dtype, is_cached=True)
+        blocks = *self.blocks, partial
+        new = self.copy_with(blocks=blocks, partial=None, site=site, pending_dtype=pending_dtype, is_cached=False)
         # Now rather than at a read, which may run inside a checkpointed layer, where the same has to be done again
         last = len(self.queries) if self.scored_until is None else self.scored_until
         if site < last:
@@ -122,18 +141,11 @@ class DepthStream:
         if backend_of(self.newest) != "fla":
             self._scores_of_blocks()
 
-    def _with(self, blocks, partial, site: int, cast: torch.dtype | None, is_cached: bool) -> "DepthStream":
-        new = object.__new__(type(self))  # a step of decoding makes one at every site
-        new.__dict__.update(self.__dict__)
-        new.blocks, new.partial, new.site, new.cast, new.is_cached = blocks, partial, site, cast, is_cached
-        new.mix = None
-        return new
-
-    def _widened(self, dtype: torch.dtype) -> "DepthStream":
-        """The stream with sources of a dtype that holds all their numbers: they are all of one."""
-        return self if self.newest.dtype == dtype else self.on_sources(lambda source: source.to(dtype))
-
     # Reading
+
+    @property
+    def newest(self) -> torch.Tensor:
+        return self.blocks[-1] if self.partial is None else self.partial
 
     @property
     def sources(self) -> tuple[torch.Tensor, ...]:
@@ -146,22 +158,22 @@ class DepthStream:
 
     def read(self, norm: nn.Module | None = None) -> torch.Tensor:
         """The mix over depth at this site, `[batch, seq, hidden]`, with the norm that reads it if that is given."""
-        if self.cast is not None and norm is not None:
+        if self.pending_dtype is not None and norm is not None:
             return norm_of(norm, self.read())
         # With gradients it is computed again, as a layer is in activation checkpointing
         mix = None if torch.is_grad_enabled() else self.mix
         if mix is None and self.recorder is None and self._is_one_source():
             mix = self.blocks[0]
         if mix is not None:
-            mix = mix if self.cast is None else mix.to(self.cast)
+            mix = mix if self.pending_dtype is None else mix.to(self.pending_dtype)
             return mix if norm is None else norm_of(norm, mix)
         cache = self._usable_cache(self.newest)
         if cache is not None:
             result = self._read_cached(cache, norm)
         else:
             result = self._read_sources(norm)
-        if self.cast is not None:
-            result = result.to(self.cast)
+        if self.pending_dtype is not None:
+            result = result.to(self.pending_dtype)
         if norm is None:
             self.mix = result
         return result
@@ -171,7 +183,7 @@ class DepthStream:
         return len(self.blocks) == 1 and self.partial is None
 
     def _factor(self) -> int:
-        return len(self.sources) if self.sums else 1
+        return len(self.sources) if self.scale_by_sources else 1
 
     def _read_cached(self, cache: BlockCache, norm: nn.Module | None) -> torch.Tensor:
         return cache.read(self.site, self.partial, norm, self._factor())
@@ -181,7 +193,7 @@ class DepthStream:
             mix = fused_read(self.queries[self.site], self.sources, self.eps) * self._factor()
             return mix if norm is None else norm_of(norm, mix)
         scores = self._scores_of_blocks()
-        masked = self.masked_source()
+        masked = None if self.recorder is None else self.recorder.masked_at(self.site, len(self.sources))
         if self.recorder is None and self.partial is not None and has_kernel(norm, self.partial):
             query = self.queries[self.site]
             return read_and_norm(query, self.sources, scores, self.eps, norm, self._factor())[0]
@@ -191,21 +203,7 @@ class DepthStream:
         weights = depth_weights(scores, masked)
         if self.recorder is not None:
             self.recorder.weights[self.site] = self.recorder.by_token(weights)
-        return mix_and_norm(weights * len(scores) if self.sums else weights, self.sources, norm)
-
-    def masked_source(self) -> int | None:
-        """The source that the recorder leaves out at this site.
-
-        Raises:
-            ValueError: if it is not there, or the only one.
-        """
-        masked = None if self.recorder is None else self.recorder.masked_source.get(self.site)
-        if masked is not None and (len(self.sources) == 1 or not 0 <= masked < len(self.sources)):
-            raise ValueError(
-                f"`masked_source={{{self.site}: {masked}}}` cannot be left out: site {self.site} has"
-                f" {len(self.sources)} sources, of which one has to be read."
-            )
-        return masked
+        return mix_and_norm(weights * len(scores) if self.scale_by_sources else weights, self.sources, norm)
 
     def _scores_of_blocks(self) -> list[torch.Tensor]:
         """Of every closed block for this site, `[batch, seq]`: a block is scored for all later sites at once."""
@@ -237,8 +235,7 @@ class DepthStream:
         """
         self._start(cache)
         blocks = tuple(cache.append(block) for block in self.blocks)
-        new = self._with(blocks, self.partial, self.site, self.cast, is_cached=True)
-        new.cache, new.cache_pass = cache, cache.num_passes
+        new = self.copy_with(blocks=blocks, is_cached=True, cache=cache, cache_pass=cache.num_passes)
         if self.site == 0 and self._is_one_source():
             new.mix = self.newest  # not the copy, which the next forward pass overwrites
         return new
@@ -271,25 +268,25 @@ class DepthStream:
         self.check_memory()
         return type(self), tuple(getattr(self, of_dataclass.name) for of_dataclass in fields(self))
 
-    def parts(self) -> tuple[list[torch.Tensor | None], tuple]:
+    def tree_flatten(self) -> tuple[list[torch.Tensor | None], tuple]:
         """The tensors that a stream is made of, and all else."""
         self.check_memory()
-        context = self.site, self.block_size, self.eps, self.sums, self.cast, self.recorder
+        context = self.site, self.block_size, self.eps, self.scale_by_sources, self.pending_dtype, self.recorder
         return [self.queries, self.partial, *self.blocks], context
 
     @classmethod
-    def of_parts(cls, leaves: Sequence[torch.Tensor | None], context: tuple) -> "DepthStream":
-        """The inverse of `parts`."""
+    def tree_unflatten(cls, leaves: Sequence[torch.Tensor | None], context: tuple) -> "DepthStream":
+        """The inverse of `tree_flatten`."""
         queries, partial, *blocks = leaves
         return cls(queries, tuple(blocks), partial, *context)
 
-    # As a tensor
+    # Changed as a whole
 
     def on_newest(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DepthStream":
         """The stream with a function on its newest source, or on what was written last in the open block."""
         self.check_memory()
         if self.partial is not None:
-            return self._with(self.blocks, function(self.partial), self.site, self.cast, self.is_cached)
+            return self.copy_with(partial=function(self.partial))
         new = replace(self, blocks=(*self.blocks[:-1], function(self.blocks[-1])))
         new.scored_until = self.scored_until
         if self.cache is not None:  # another one, as a stream that was kept may still read from this one
@@ -306,26 +303,18 @@ class DepthStream:
         new.cache, new.cache_pass = self.cache, self.cache_pass  # the function may have returned views
         return new
 
-    def to(self, *args, **kwargs) -> "DepthStream":
-        """As of a tensor. Neither is a read: a dtype is remembered for the next one, a device moves the sources."""
-        device, dtype = kwargs.get("device"), kwargs.get("dtype")
-        for arg in args:
-            if isinstance(arg, torch.dtype):
-                dtype = arg
-            elif isinstance(arg, (torch.device, str, int)) and not isinstance(arg, bool):
-                device = arg
-            elif hasattr(arg, "dtype"):
-                dtype, device = arg.dtype, arg.device
-        stream = self
-        if dtype is not None and dtype != self.dtype:
-            stream = self._with(self.blocks, self.partial, self.site, dtype, self.is_cached)
-        if device is not None and torch.device(device) != self.device:
-            non_blocking = kwargs.get("non_blocking", False)
-            moved = stream.on_sources(lambda source: source.to(device, non_blocking=non_blocking))
-            moved = moved._with_queries(lambda queries: queries.to(device, non_blocking=non_blocking))
-            moved.scored_until = stream.scored_until
-            stream = moved if stream.cache is None else moved.keep_in(type(stream.cache)())
-        return stream
+    def on_device(self, device: torch.device | str | int, non_blocking: bool = False) -> "DepthStream":
+        """The stream with all of its tensors on a device."""
+        self.check_memory()
+
+        def move(value: Any) -> Any:
+            if isinstance(value, torch.Tensor):
+                return value.to(device, non_blocking=non_blocking)
+            return tuple(map(move, value)) if isinstance(value, tuple) else value
+
+        new = replace(self, **{of_stream.name: move(getattr(self, of_stream.name)) for of_stream in fields(self)})
+        new.scored_until = self.scored_until
+        return new if self.cache is None else new.keep_in(type(self.cache)())
 
     def with_recorder(self, recorder: DepthRecorder) -> "DepthStream":
         """The stream with a recorder, and so without a block cache."""
@@ -333,222 +322,11 @@ class DepthStream:
         recorder.tokens = self.shape[:-1]
         return replace(self, recorder=recorder)
 
-    def _with_queries(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DepthStream":
-        return replace(self, queries=function(self.queries))
-
-    def reshape(self, *shape):
-        shape = tuple(shape[0]) if isinstance(shape[0], (tuple, list)) else shape
-        if shape[-1] == self.shape[-1]:
-            return self.on_sources(lambda source: source.reshape(shape))
-        return self.read().reshape(shape)
-
-    view = reshape
-
-    def contiguous(self) -> "DepthStream":
-        return self
-
-    def clone(self, **kwargs) -> "DepthStream":
-        return self._with(self.blocks, self.partial, self.site, self.cast, self.is_cached)
-
-    @property
-    def newest(self) -> torch.Tensor:
-        return self.blocks[-1] if self.partial is None else self.partial
-
-    @property
-    def shape(self) -> torch.Size:
-        return self.newest.shape
-
-    @property
-    def ndim(self) -> int:
-        return self.newest.ndim
-
-    @property
-    def device(self) -> torch.device:
-        return self.newest.device
-
-    @property
-    def is_cuda(self) -> bool:
-        return self.newest.is_cuda
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.newest.dtype if self.cast is None else self.cast
-
-    @property
-    def requires_grad(self) -> bool:
-        return self.newest.requires_grad
-
-    def size(self, *args):
-        return self.newest.size(*args)
-
-    def dim(self) -> int:
-        return self.newest.dim()
-
-    def is_floating_point(self) -> bool:
-        return True
-
-    def __add__(self, other):
-        if isinstance(other, torch.Tensor) and other.shape == self.newest.shape:
-            return self.write(other)
-        return self.read() + _read_all(other)
-
-    __radd__ = __add__
-    __iadd__ = __add__
-
-    def __mul__(self, other):
-        if self._is_factor(other):
-            return self.on_sources(lambda source: source * other)
-        return self.read() * _read_all(other)
-
-    __rmul__ = __mul__
-    __imul__ = __mul__
-
-    def __truediv__(self, other):
-        if self._is_factor(other):
-            return self.on_sources(lambda source: source / other)
-        return self.read() / _read_all(other)
-
-    def _is_factor(self, other: Any) -> bool:
-        """Whether it is a number, which scales every source. Of a number, scores have no more than the sign."""
-        if isinstance(other, torch.Tensor):  # of more dimensions it goes with the tokens, if there is one
-            return other.ndim <= 1 and other.numel() == 1
-        return not isinstance(other, DepthStream)
-
-    def __sub__(self, other):
-        return self.read() - other
-
-    def __getitem__(self, index):
-        slices = index if isinstance(index, tuple) else (index,)
-        mask = slices[0]
-        if isinstance(mask, torch.Tensor) and mask.dtype == torch.bool and mask.shape == self.shape[:-1]:
-            if slices[1:] in ((), (slice(None),)):
-                return SelectedTokens(self, mask)
-        if all(isinstance(of_dim, slice) for of_dim in slices) and slices[self.ndim - 1 :] in ((), (slice(None),)):
-            is_whole = all(of_dim.indices(size) == (0, size, 1) for of_dim, size in zip(slices, self.shape))
-            return self if is_whole else self.on_sources(lambda source: source[index])  # some of the tokens
-        return self.read()[index]
-
-    def __setitem__(self, index, value):
-        """`stream[mask] = stream[mask] + output`; see `SelectedTokens`. Of all methods the only one in place."""
-        if not isinstance(value, SelectedTokens) or not value.is_of(self, self[index]):
-            raise TypeError(
-                "Of the residual stream of an AttnRes model, tokens can be replaced only by themselves with something"
-                " added to them: `stream[mask] = stream[mask] + output`."
-            )
-        self.__dict__.update(value.put_back().__dict__)
-
-    def masked_scatter(self, mask: torch.Tensor, source) -> "DepthStream | torch.Tensor":
-        if isinstance(source, SelectedTokens) and source.is_of(self, self[mask.squeeze(-1)]):
-            return source.put_back()
-        return self.read().masked_scatter(mask, _read_all(source))
-
-    def __len__(self) -> int:
-        return len(self.newest)
-
-    @classmethod
-    def __torch_function__(cls, function, types, args=(), kwargs=None):
-        kwargs = kwargs or {}
-        name = getattr(function, "__name__", "")
-        if name in ("add", "__add__", "__radd__", "__iadd__") and len(args) == 2 and not kwargs:
-            stream, output = args if isinstance(args[0], cls) else args[::-1]
-            return stream.__add__(output)  # not `+`, which a compiler brings back here
-        if name in ("mul", "__mul__", "__rmul__", "__imul__") and len(args) == 2 and not kwargs:
-            stream, number = args if isinstance(args[0], cls) else args[::-1]
-            if stream._is_factor(number):
-                return stream.on_sources(lambda source: source * number)
-        if name == "dropout" and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
-            return args[0] if args else kwargs["input"]
-        if name in _IN_PLACE:
-            raise TypeError(f"`{name}` works in place, and the residual stream of an AttnRes model is a value.")
-        return function(*_read_all(args), **{name: _read_all(value) for name, value in kwargs.items()})
-
-
-class SelectedTokens(DepthStream):
-    """`stream[mask]`: the tokens of a stream where a mask is true, `[tokens, hidden]`.
-
-    Some models give features of an image to the tokens of that image between their layers (DeepStack, arXiv
-    2406.04334). That is no output of a sublayer, and a text has none: it belongs to the newest source, the output that
-    has been written last and is in the open block, or in the block that has just been closed.
-
-    Args:
-        stream: the tokens are of.
-        mask: `[batch, seq]`, bool.
-        added: what has been added to them, `[tokens, hidden]`.
-    """
-
-    def __init__(self, stream: DepthStream, mask: torch.Tensor, added: torch.Tensor | None = None):
-        super().__init__(stream.queries, (stream.newest[mask],), cast=stream.cast)
-        self.stream, self.mask, self.added = stream, mask, added
-
-    def write(self, output: torch.Tensor) -> "SelectedTokens":
-        return SelectedTokens(self.stream, self.mask, output if self.added is None else self.added + output)
-
-    def read(self, norm: nn.Module | None = None) -> torch.Tensor:
-        if self.added is not None:
-            raise TypeError(
-                "What was added to some tokens of the residual stream of an AttnRes model has to be put back,"
-                " `stream[mask] = stream[mask] + output`, before it is read."
-            )
-        tokens = self.stream.read()[self.mask]
-        return tokens if norm is None else norm_of(norm, tokens)
-
-    def on_sources(self, function: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-        return function(self.read())
-
-    def reshape(self, *shape):
-        return self if shape in ((-1,), ((-1,),)) and self.added is not None else self.read().reshape(*shape)
-
-    view = reshape  # flat, as `masked_scatter` takes them
-
-    def is_of(self, stream: DepthStream, selected: Any) -> bool:
-        """Whether they are tokens of this stream, those that are selected there."""
-        if not isinstance(selected, SelectedTokens) or self.stream.site != stream.site:
-            return False
-        if not all(own is other for own, other in zip(self.stream.sources, stream.sources, strict=True)):
-            return False
-        return self.mask is selected.mask or torch.equal(self.mask, selected.mask)
-
-    def put_back(self) -> DepthStream:
-        """The stream with what was added to its tokens."""
-        added = self.added
-        if added is None:
-            return self.stream
-        return self.stream.on_newest(lambda newest: newest.index_put((self.mask,), newest[self.mask] + added))
-
-
-# Looked up, as a compiler cannot call methods of the name of a function
-_IN_PLACE = frozenset(
-    name for name in (*dir(torch.Tensor), *dir(torch), *dir(F)) if name.endswith("_") and not name.endswith("__")
-)
-
-
-def _read_all(value: Any) -> Any:
-    if isinstance(value, DepthStream):
-        return value.read()
-    return type(value)(_read_all(item) for item in value) if type(value) in (tuple, list) else value
-
-
-def _reading(name: str) -> Callable:
-    def method(self: DepthStream, *args, **kwargs):
-        return getattr(self.read(), name)(*args, **kwargs)
-
-    return method
-
-
-# By name, as a compiler recurses in `__getattr__`
-for _name in (
-    *(name for name in dir(torch.Tensor) if not name.startswith("_") and not name.endswith("_")),  # none in place
-    *("__rtruediv__", "__pow__", "__matmul__", "__rmatmul__", "__rsub__", "__neg__"),
-):
-    if callable(getattr(torch.Tensor, _name)) and not hasattr(DepthStream, _name):
-        setattr(DepthStream, _name, _reading(_name))
-for _name, _dtype in (("float", "float32"), ("double", "float64"), ("half", "float16"), ("bfloat16", "bfloat16")):
-    setattr(DepthStream, _name, lambda self, _dtype=_dtype: self.to(getattr(torch, _dtype)))
-
 
 def register_stream(cls: type[DepthStream]) -> type[DepthStream]:
     """Tell PyTorch of which tensors a stream is made: for export, pipelines, and FSDP2 before torch 2.13."""
-    pytree.register_pytree_node(cls, cls.parts, cls.of_parts, serialized_type_name=f"{cls.__module__}.{cls.__name__}")
+    name = f"{cls.__module__}.{cls.__name__}"
+    pytree.register_pytree_node(cls, cls.tree_flatten, cls.tree_unflatten, serialized_type_name=name)
     return cls
 
 
@@ -559,21 +337,21 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
     """Activation checkpointing of a layer: only tensors cross `checkpoint`, and each run has a stream of its own."""
     # Before transformers 5.20 the stream may begin in here, as hooks of the layer run within its checkpoint
     stream = args[0] if args and isinstance(args[0], DepthStream) else None
-    given, context = ([], None) if stream is None else stream.parts()
+    given, context = ([], None) if stream is None else stream.tree_flatten()
     others = args[1:] if given else args
     written_as: dict[str, Any] = {}
 
     def on_tensors(*tensors):
         inner = tensors[: len(given)]
         if stream is not None:
-            inner_stream = stream.of_parts(inner, context)
+            inner_stream = stream.tree_unflatten(inner, context)
             inner_stream.scored_until = stream.scored_until
             tensors = inner_stream, *tensors[len(given) :]
         output = function(*tensors)
         written, *rest = output if isinstance(output, tuple) else (output,)
         if not isinstance(written, DepthStream):
             return output
-        leaves, written_context = written.parts()
+        leaves, written_context = written.tree_flatten()
         # What the layer has been given and not changed does not come back: queries, and most of the blocks
         places = [_place_of(leaf, inner) for leaf in leaves]
         written_as.update(stream=type(written), context=written_context, places=places, rest=len(rest))
@@ -585,7 +363,7 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
         return outputs
     rest, changed = outputs[: written_as["rest"]], list(outputs[written_as["rest"] :])
     leaves = [changed.pop(0) if place is None else given[place] for place in written_as["places"]]
-    new = written_as["stream"].of_parts(leaves, written_as["context"])
+    new = written_as["stream"].tree_unflatten(leaves, written_as["context"])
     return (new, *rest) if written_as["is_tuple"] else new
 
 

@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import nn
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from .attention import norm_of, rms_norm_parameters
+from .norms import norm_of, rms_norm_parameters
 
 
 # Where a sum goes over tokens: some for each multiprocessor of a large GPU, and as many on every other, so that all
@@ -178,7 +178,7 @@ def weighted_sum_backward_kernel(
 
 
 def weighted_sum(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As in `depth_attention`: weights `[..., sources]` in fp32, sources `[..., hidden]` of one dtype."""
+    """As in `autograd.py`: weights `[..., sources]` in fp32, sources `[..., hidden]` of one dtype."""
     sources = [in_one_piece(source) for source in sources]
     mix, hidden_size = torch.empty_like(sources[0]), sources[0].shape[-1]
     if mix.numel():
@@ -427,7 +427,7 @@ def read_closed_kernel(
 def read_closed(
     values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | None = None
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in `depth_attention`: all queries of a block against the closed sources, which are read once.
+    """As in `block_cache.py`: all queries of a block against the closed sources, which are read once.
 
     Args:
         values: `[tokens, sources, hidden]`, contiguous within a token.
@@ -453,7 +453,7 @@ def read_closed(
 @triton.jit
 def merge_kernel(
     query, partial, mix, negative_lse, norm_weight, merged,
-    mix_stride, lse_stride, shift, factor, norm_eps, hidden_size,
+    mix_stride, lse_stride, eps_norm, factor, norm_eps, hidden_size,
     HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64)
@@ -461,7 +461,7 @@ def merge_kernel(
     inside = columns < hidden_size
     place = token * hidden_size + columns
     value = tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
-    length = tl.sqrt(tl.sum(value * value) + tl.load(shift) * tl.load(shift))
+    length = tl.sqrt(tl.sum(value * value) + tl.load(eps_norm) * tl.load(eps_norm))
     score = tl.sum(value * tl.load(query + columns, mask=inside, other=0.0)) / length
     alpha = tl.sigmoid(score + tl.load(negative_lse + token * lse_stride))
     closed = tl.load(mix + token * mix_stride + columns, mask=inside, other=0.0)
@@ -477,15 +477,15 @@ def merge(
     partial: torch.Tensor,
     mix: torch.Tensor,
     negative_lse: torch.Tensor,
-    shift: torch.Tensor,
+    eps_norm: torch.Tensor,
     norm: nn.Module | None,
     factor: int = 1,
 ) -> torch.Tensor:
     """Phase 2 in one pass: the score of the partial sum, the merge, and the norm behind it.
 
     Args:
-        query, partial, mix, negative_lse, shift: as of `depth_attention.merge_partial`.
-        norm, factor: as of `depth_attention.BlockCache.read`.
+        query, partial, mix, negative_lse, eps_norm: as of `block_cache.merge_partial`.
+        norm, factor: as of `BlockCache.read`.
 
     Returns:
         The normed mix, of the shape of `partial`.
@@ -499,7 +499,7 @@ def merge(
         launch(
             merge_kernel, (len(mix),),
             query, partial, mix, negative_lse, weight, merged,
-            mix.stride(0), negative_lse.stride(0), shift, float(factor), eps, hidden_size,
+            mix.stride(0), negative_lse.stride(0), eps_norm, float(factor), eps, hidden_size,
             HAS_NORM=norm_parameters is not None, **launch_shape(hidden_size),
         )  # fmt: skip
     return merged if norm is None or norm_parameters else norm_of(norm, merged)
@@ -537,7 +537,7 @@ def try_on(device: torch.device, dtype: torch.dtype):
 
 
 def _by_kernels(closed, partial, grad, norm_weight, scores, query, grad_scores, grad_weights, weights):
-    sources, shift = [*closed.unbind(1), partial], query.new_ones(())
+    sources, eps_norm = [*closed.unbind(1), partial], query.new_ones(())
     mixes, negative_lse = read_closed(closed, scores)
     score_of_partial, inverse_rms = score(query, partial, 1.0)
     saved = read(query, scores[:, 0], norm_weight, 1.0, 1.0, sources)
@@ -551,7 +551,7 @@ def _by_kernels(closed, partial, grad, norm_weight, scores, query, grad_scores, 
         "read": saved,
         "read_backward": read_backward(grad, grad_weights, query, norm_weight, 1.0, *saved[1:], sources),
         "read_closed": [mixes, negative_lse],
-        "merge": [merge(query, partial, mixes[:, 0], negative_lse[:, :1], shift, norm, factor=3)],
+        "merge": [merge(query, partial, mixes[:, 0], negative_lse[:, :1], eps_norm, norm, factor=3)],
     }
 
 

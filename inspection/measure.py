@@ -160,7 +160,7 @@ def run_recorded(model: nn.Module, ids: torch.Tensor, recorder: DepthRecorder, n
         embedding = args[0] if args else kwargs["hidden_states"]
         queries = embedding.new_zeros(num_sites, embedding.shape[-1])
         # A single block, so that there are never more than two sources
-        stream = DepthStream(queries, (embedding,), block_size=num_sites, sums=True, recorder=recorder)
+        stream = DepthStream(queries, (embedding,), block_size=num_sites, scale_by_sources=True, recorder=recorder)
         return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
     handle = decoder_layers(model.base_model)[0].register_forward_pre_hook(start, with_kwargs=True)

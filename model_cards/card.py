@@ -24,7 +24,7 @@ from ..checkpoints.fingerprint import checkpoint_fingerprint
 from ..checkpoints.remote_code import code_metadata
 from ..checkpoints.reports import SourceWeights, VerificationReport
 from ..configuration_attnres import AttnResConfig
-from ..depth.reads import Read
+from ..depth.reads import ReadConfig
 from ..utils.files import write_file
 from ..utils.installation import how_to_install
 from ..utils.markup import Markdown, code, escaped, plain_markdown, render, sentence
@@ -120,7 +120,7 @@ def render_model_card(content: CardContent) -> ModelCard:
         metadata,
         base_model=linked_base(metadata),
         is_made_of_other=is_made_of_other,
-        read=sentence(Read.of(config).in_words()),
+        read=sentence(ReadConfig.of(config).in_words()),
         query_norm=norms.max().item(),
         num_trained=norms.count_nonzero().item(),
         blocks=[" " * start + kinds[start : start + size] for start in range(0, num_sublayers, size)],
@@ -458,7 +458,7 @@ def push_card_if_missing(
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if not api.file_exists(repo_id, "README.md"):
-        query = torch.cat([tensor.flatten(1) for tensor in model.trunk.depth_queries.zeros_at_first()], dim=1)
+        query = torch.cat([tensor.flatten(1) for tensor in model.trunk.depth_queries.zero_initialized()], dim=1)
         content = CardContent(model.config, query.detach().cpu(), title=repo_id.split("/")[-1], repo_id=repo_id)
         card = render_model_card(content)
         api.upload_file(

@@ -17,7 +17,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS, sdpa_mask
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from ..base.classes import DepthReader
+from ..base.classes import ReadingNorm
 from ..base.probe import KnownValues, decoder_layers, move_off_meta, probe_slices, probe_sublayers
 from ..base.slices import count_tensors
 from ..checkpoints.checkpoint import read_decoder_config
@@ -234,7 +234,7 @@ def parameters(config: AttnResConfig, tp: int = 1, copies: bool = False) -> list
             place = int(inner.removeprefix(f"{prefix}.").split(".")[0]) + 1
         else:
             child = getattr(trunk, inner.split(".")[0], None) if name != inner else None
-            place = 0 if child is not None and not isinstance(child, DepthReader) else behind
+            place = 0 if child is not None and not isinstance(child, ReadingNorm) else behind
             place = of_queries if isinstance(child, AttnResDepthQueries) else place
         counts[place] += numbers_of_rank(name, parameter, plan, tp)
     return counts

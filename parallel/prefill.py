@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from ..depth.attention import norm_of
+from ..depth.norms import norm_of
 from ..depth.stream import DepthStream
 from ..modeling_attnres import AttnResModel, AttnResPreTrainedModel
 
@@ -58,7 +58,7 @@ class DividedStream(DepthStream):
     group: dist.ProcessGroup | None = None
 
     def read(self, norm=None) -> torch.Tensor:
-        if self.cast is not None and norm is not None:  # what the norm is given has been gathered
+        if self.pending_dtype is not None and norm is not None:  # what the norm is given has been gathered
             return norm_of(norm, self.read())
         local = super().read(norm)
         # Of one size, as some backends gather no others

@@ -11,7 +11,7 @@ from vllm.model_executor.models.transformers import TransformersForCausalLM, Tra
 from vllm.model_executor.models.utils import PPMissingLayer, make_empty_intermediate_tensors_factory
 
 import attnres  # noqa: F401  registers the config and the classes in transformers
-from attnres.base.classes import DepthReader
+from attnres.base.classes import ReadingNorm
 from attnres.base.probe import decoder_layers, probe_slices
 from attnres.base.slices import count_tensors, stack_sources, stream_of_sources
 from attnres.serving.logits import HeadOfBase
@@ -55,7 +55,7 @@ class AttnResForCausalLM(TransformersForCausalLM):
         self._check_input_of_layers()
         start, _ = get_pp_indices(config.num_hidden_layers, self.pp_group.rank_in_group, self.pp_group.world_size)
         first_layer = decoder_layers(trunk)[start]
-        norms = [name for name, module in trunk.named_children() if isinstance(module, DepthReader)]
+        norms = [name for name, module in trunk.named_children() if isinstance(module, ReadingNorm)]
         queries = trunk.depth_queries
         super().pipeline_parallel()
         trunk.depth_queries = queries  # of which every stage has all, also where the base has no plan that leaves them

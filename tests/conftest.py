@@ -25,7 +25,7 @@ import torch
 if not torch.cuda.is_available():  # read when Triton is imported
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-from tiny_models import TINY, count_once
+from tiny_models import TINY
 from transformers import set_seed
 
 from attnres.base import probe as depth_probe
@@ -69,11 +69,10 @@ def seeds():
     set_seed(0)
 
 
-@pytest.fixture(autouse=True)
-def probe_once(request, monkeypatch):
-    """A config is probed once in all tests, which saves a quarter of their time: but not where layers are changed."""
-    if request.module.__name__ not in ("test_lost_stream", "test_probe", "test_decoders"):
-        monkeypatch.setattr(depth_probe, "probe_sublayers", count_once)
+@pytest.fixture
+def probed_anew(monkeypatch):
+    """Nothing is known of configs that have been probed before."""
+    monkeypatch.setattr(depth_probe, "_COUNTS", {})
 
 
 @pytest.fixture

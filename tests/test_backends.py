@@ -22,10 +22,16 @@ from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnres
-from attnres.base.classes import DepthReader, of_both
+from attnres.base.classes import ReadingNorm, combined_class
 from attnres.depth import attention as depth_attention
+from attnres.depth import autograd as depth_autograd
 from attnres.depth import backends as depth_backends
+from attnres.depth import block_cache as depth_block_cache
 from attnres.depth import stream as depth_stream
+from attnres.depth import trial as depth_trial
+from attnres.depth.definition import depth_attention_reference
+from attnres.depth.kernels import fused_read, module_of
+from attnres.depth.norms import rms_norm_parameters
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -73,7 +79,7 @@ def test_same_model(backend, block_size, few_ids):
 
 @pytest.mark.parametrize("backend", ["reference"], indirect=True)
 def test_the_reference_has_no_block_cache(backend, few_ids, monkeypatch):
-    monkeypatch.setattr(depth_attention.BlockCache, "start", None)
+    monkeypatch.setattr(attnres.BlockCache, "start", None)
     convert(tiny_base_model("qwen3"), 3).generate(few_ids, max_new_tokens=2, do_sample=False)
 
 
@@ -91,7 +97,7 @@ KERNELS = {
 
 @pytest.fixture
 def counted(monkeypatch):
-    calls, kernels = [], depth_backends.kernels()
+    calls, kernels = [], module_of("triton")
 
     def count(name, function, *args, **kwargs):
         calls.append(name)
@@ -116,13 +122,11 @@ def test_kernels_are_what_runs(backend, counted, few_ids):
 @pytest.fixture
 def as_on_a_gpu(monkeypatch):
     """Every tensor says it is on a GPU, and the kernels have not been tried."""
-    functions = depth_backends.choose, depth_backends.trial
+    functions = depth_backends.choose, depth_trial.trial
     for function in functions:
         function.cache_clear()
     monkeypatch.setattr(torch.Tensor, "is_cuda", property(lambda tensor: True), raising=False)
-    monkeypatch.setattr(
-        depth_backends, "_seconds_of", lambda name, *args: {"torch": 2.0, "triton": 1.0, "fla": 3.0}[name]
-    )
+    monkeypatch.setattr(depth_trial, "seconds_of", lambda name, *args: {"torch": 2.0, "triton": 1.0, "fla": 3.0}[name])
     yield
     for function in functions:
         function.cache_clear()
@@ -148,7 +152,7 @@ def test_auto_takes_the_kernels_on_gpus(as_on_a_gpu, counted, few_ids, caplog):
 @pytest.mark.parametrize("broken", sorted(KERNELS))
 @pytest.mark.parametrize("how", mostly_slow(["wrong", "raises"], every=2))
 def test_auto_does_without_kernels_that_fail_a_trial(as_on_a_gpu, broken, how, few_ids, monkeypatch, caplog):
-    kernels, model = depth_backends.kernels(), randomize_queries(convert(tiny_base_model("qwen3"), 3))
+    kernels, model = module_of("triton"), randomize_queries(convert(tiny_base_model("qwen3"), 3))
     function = getattr(kernels, broken)
 
     def break_it(*args, **kwargs):
@@ -187,7 +191,7 @@ def test_auto_without_triton(as_on_a_gpu, few_ids, monkeypatch, caplog):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_trial(dtype, mode):
     with mode():
-        depth_backends.kernels().try_on(torch.device("cpu"), dtype)
+        module_of("triton").try_on(torch.device("cpu"), dtype)
 
 
 @needs_triton
@@ -198,14 +202,14 @@ def test_trial(dtype, mode):
 @pytest.mark.parametrize("sums", [False, True])
 def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, tokens, sums, counted, monkeypatch):
     """Read and norm, forward and backward, beside plain torch; several tokens to a program, and fewer to the last."""
-    monkeypatch.setattr(depth_backends.kernels(), "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(module_of("triton"), "MOST_PROGRAMS", 2)
     generator = torch.Generator().manual_seed(0)
 
     def random(*shape, dtype=dtype):
         return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
 
     norm = LlamaRMSNorm(hidden_size, eps=0.5).to(dtype)
-    norm.__class__ = of_both(DepthReader, LlamaRMSNorm)
+    norm.__class__ = combined_class(ReadingNorm, LlamaRMSNorm)
     # So small that a read is not nearly one source, as gradients are then differences of large terms
     queries = (random(6, hidden_size, dtype=torch.float32).detach() / hidden_size**0.5).requires_grad_()
     sources = [random(1, tokens, hidden_size) for _ in range(num_closed + 1)]
@@ -215,7 +219,9 @@ def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, toke
 
     def read(queries, *sources):
         *blocks, partial = sources
-        stream = attnres.DepthStream(queries, tuple(blocks), partial, site=4, block_size=3, eps=1e-3, sums=sums)
+        stream = attnres.DepthStream(
+            queries, tuple(blocks), partial, site=4, block_size=3, eps=1e-3, scale_by_sources=sums
+        )
         normed = norm(stream)
         of_queries, of_norm, *of_sources = torch.autograd.grad(normed, (queries, norm.weight, *sources), grad)
         return normed, of_queries, of_norm, of_sources
@@ -235,7 +241,7 @@ def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, toke
 @pytest.mark.parametrize("factor", mostly_slow([5, 1], every=2))
 def test_read_and_norm(backend, dtype, num_closed, hidden_size, tokens, losses, factor, counted, monkeypatch):
     """With losses of the weights too, and the gradients of the scores."""
-    monkeypatch.setattr(depth_backends.kernels(), "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(module_of("triton"), "MOST_PROGRAMS", 2)
     generator, eps = torch.Generator().manual_seed(0), 1e-3
 
     def random(*shape, dtype=dtype):
@@ -302,7 +308,7 @@ def test_norms_that_are_left_to_their_module():
     class NormWithOptions(LlamaRMSNorm):
         offset = 1.0
 
-    parameters = depth_attention.rms_norm_parameters
+    parameters = rms_norm_parameters
     norm = LlamaRMSNorm(8)
     weight, eps = parameters(norm, torch.float32)
     assert weight is norm.weight and eps == norm.variance_epsilon
@@ -314,10 +320,10 @@ def test_norms_that_are_left_to_their_module():
     parametrised = nn.utils.parametrize.register_parametrization(LlamaRMSNorm(8), "weight", nn.Identity())
     assert parameters(parametrised, torch.float32) is None
     assert parameters(ModulesToSaveWrapper(norm, "default"), torch.float32) is None
-    norm.__class__ = of_both(DepthReader, LlamaRMSNorm)
+    norm.__class__ = combined_class(ReadingNorm, LlamaRMSNorm)
     assert parameters(norm, torch.float32) is not None
     gemmas = GemmaRMSNorm(8)
-    gemmas.__class__ = of_both(DepthReader, GemmaRMSNorm)
+    gemmas.__class__ = combined_class(ReadingNorm, GemmaRMSNorm)
     assert parameters(gemmas, torch.float32) is None
 
 
@@ -326,7 +332,7 @@ def test_norms_that_are_left_to_their_module():
 @pytest.mark.parametrize("tokens", [0, 1, 5, 6])
 def test_sums_over_tokens(backend, tokens, monkeypatch):
     """Several tokens to a program, and fewer to the last."""
-    monkeypatch.setattr(depth_backends.kernels(), "MOST_PROGRAMS", 2)
+    monkeypatch.setattr(module_of("triton"), "MOST_PROGRAMS", 2)
     inputs = [torch.randn(1, 12, requires_grad=True), torch.randn(1, tokens, 12, requires_grad=True)]
     grad = torch.randn(1, tokens, 1)
 
@@ -342,7 +348,7 @@ def test_sums_over_tokens(backend, tokens, monkeypatch):
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_sources_at_odd_addresses_and_of_two_dtypes(backend):
     """Kernels load 16 bytes at once from addresses that the JIT cannot see."""
-    kernels, memory = depth_backends.kernels(), torch.randn(129)
+    kernels, memory = module_of("triton"), torch.randn(129)
     sources, weights = [memory[1:].view(2, 64), torch.randn(2, 64)], torch.rand(2, 2)
     assert all(address % 16 == 0 for address in map(torch.Tensor.data_ptr, map(kernels.in_one_piece, sources)))
     expected = UpToRounding(lambda w, *s: (w[..., None] * torch.stack(s, dim=-2)).sum(-2), weights, *sources)
@@ -359,7 +365,7 @@ def test_sources_at_odd_addresses_and_of_two_dtypes(backend):
 @pytest.mark.parametrize("count", [1, 9])
 def test_kernels(backend, count, hidden_size, dtype, monkeypatch):
     """Each kernel at odd sizes, behind strides as the block cache has them."""
-    kernels = depth_backends.kernels()
+    kernels = module_of("triton")
     generator = torch.Generator().manual_seed(count)
 
     def random(*shape, dtype=torch.float32):
@@ -398,7 +404,8 @@ def test_kernels(backend, count, hidden_size, dtype, monkeypatch):
     inputs = (query, weights, grad, values, scores, *sources)
     actual = all_of(kernels, *inputs)
     monkeypatch.setattr(depth_backends, "_backend", "torch")
-    UpToRounding(functools.partial(all_of, depth_attention), *inputs).check(actual)
+    of_torch = types.SimpleNamespace(**{**vars(depth_autograd), **vars(depth_block_cache)})
+    UpToRounding(functools.partial(all_of, of_torch), *inputs).check(actual)
 
 
 @needs_triton
@@ -440,7 +447,7 @@ def test_reads_of_a_stream(backend, of_embedding, sums):
     embedding = embedding.to(of_embedding)
 
     def reads(queries, *outputs):
-        stream = attnres.DepthStream(queries, (embedding,), block_size=3, sums=sums)
+        stream = attnres.DepthStream(queries, (embedding,), block_size=3, scale_by_sources=sums)
         streams = [stream, *([] if torch.is_grad_enabled() else [stream.keep_in(attnres.BlockCache())])]
         mixes = []
         for output in outputs:
@@ -500,7 +507,7 @@ def test_norms_that_kernels_take_for_llamas():
     taken = {}
     for module, name, body in norm_classes():
         norm = getattr(importlib.import_module(module), name)(32)
-        if depth_attention.rms_norm_parameters(norm, torch.float32) is not None:
+        if rms_norm_parameters(norm, torch.float32) is not None:
             taken[body] = norm
     assert len(taken) >= 3
     for norm in taken.values():
@@ -512,10 +519,10 @@ def test_norms_that_are_not_llamas():
     for name in ("mamba2.modeling_mamba2.MambaRMSNormGated", "zamba2.modeling_zamba2.Zamba2RMSNormGated"):
         module, _, name = name.rpartition(".")
         norm = getattr(importlib.import_module(f"transformers.models.{module}"), name)(8, 4)
-        assert norm.variance_epsilon and depth_attention.rms_norm_parameters(norm, torch.float32) is None
+        assert norm.variance_epsilon and rms_norm_parameters(norm, torch.float32) is None
     norm = LlamaRMSNorm(8)
-    norm.__class__ = of_both(DepthReader, LlamaRMSNorm)
-    assert depth_attention.rms_norm_parameters(norm, torch.float32) == (norm.weight, norm.variance_epsilon)
+    norm.__class__ = combined_class(ReadingNorm, LlamaRMSNorm)
+    assert rms_norm_parameters(norm, torch.float32) == (norm.weight, norm.variance_epsilon)
 
 
 def check_that_it_is_llamas(norm):
@@ -581,7 +588,7 @@ def fla_by_definition(wrong: float = 0.0):
 
     def fused_attnres(query, residuals, rms_weight, rms_eps=1e-6):
         assert all(source.is_contiguous() for source in residuals)
-        return depth_attention.depth_attention_reference(query * rms_weight, residuals, rms_eps)[0] * (1 + wrong)
+        return depth_attention_reference(query * rms_weight, residuals, rms_eps)[0] * (1 + wrong)
 
     return types.SimpleNamespace(fused_attnres=fused_attnres)
 
@@ -596,12 +603,10 @@ def test_fla(as_on_a_gpu, block_size, few_ids, monkeypatch):
     attnres.set_backend("torch")
     *_, tokens = run(model, few_ids)
     attnres.set_backend("auto")
-    monkeypatch.setattr(depth_backends, "_seconds_of", lambda name, *args: 1.0 if name == "fla" else 2.0)
+    monkeypatch.setattr(depth_trial, "seconds_of", lambda name, *args: 1.0 if name == "fla" else 2.0)
     assert depth_backends.backend_of(torch.zeros(1)) == "fla"
     reads = []
-    monkeypatch.setattr(
-        depth_stream, "fused_read", lambda *args: reads.append(args) or depth_backends.fused_read(*args)
-    )
+    monkeypatch.setattr(depth_stream, "fused_read", lambda *args: reads.append(args) or fused_read(*args))
     *actual, tokens_of_fla = run(model, few_ids)
     assert torch.equal(tokens, tokens_of_fla)
     assert len(reads) == model.config.num_sites - 1  # the first site has one source
@@ -617,14 +622,12 @@ def test_choice(as_on_a_gpu, monkeypatch, caplog):
     """The fastest that is right; what is wrong is said, what is not installed is not."""
     here = torch.device("cpu"), torch.float32
     assert depth_backends.choose(*here) == "triton" and not caplog.records
-    assert depth_backends.trial(*here)["fla"] == "not installed"
+    assert depth_trial.trial(*here)["fla"] == "not installed"
     for wrong, chosen in ((0.0, "fla"), (0.001, "torch")):
-        for function in (depth_backends.choose, depth_backends.trial):
+        for function in (depth_backends.choose, depth_trial.trial):
             function.cache_clear()
         monkeypatch.setitem(sys.modules, "fla.ops.attnres", fla_by_definition(wrong))
-        monkeypatch.setattr(
-            depth_backends, "_seconds_of", lambda name, *args: 1.0 if name == "fla" else float(len(name))
-        )
+        monkeypatch.setattr(depth_trial, "seconds_of", lambda name, *args: 1.0 if name == "fla" else float(len(name)))
         assert depth_backends.choose(*here) == chosen
     assert "do without `fla`" in caplog.text and "its mix is off by 1.0e-03" in caplog.text
 
@@ -632,7 +635,7 @@ def test_choice(as_on_a_gpu, monkeypatch, caplog):
 def test_time_of_a_trial():
     """On a CPU, where there is nothing to choose. It draws no random numbers of the run that it is a part of."""
     state = torch.get_rng_state()
-    assert 1e-4 < depth_backends._seconds_of("torch", torch.device("cpu"), torch.float32) < 60
+    assert 1e-4 < depth_trial.seconds_of("torch", torch.device("cpu"), torch.float32) < 60
     assert torch.equal(state, torch.get_rng_state())
 
 

@@ -12,17 +12,10 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from attnres.depth.attention import (
-    BlockCache,
-    depth_attention,
-    depth_attention_reference,
-    inverse_rms,
-    merge_partial,
-    mix_and_norm,
-    num_sources,
-    read_closed,
-    source_scores,
-)
+from attnres.depth.attention import depth_attention, mix_and_norm, num_sources, source_scores
+from attnres.depth.autograd import inverse_rms
+from attnres.depth.block_cache import BlockCache, merge_partial, read_closed
+from attnres.depth.definition import depth_attention_reference
 
 
 EPS = 1e-6

@@ -17,10 +17,11 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres import BlockCache, DepthRecorder, DepthStream
-from attnres.base.classes import DepthReader, of_both
+from attnres.base.classes import ReadingNorm, combined_class
 from attnres.base.slices import stack_sources
-from attnres.depth.attention import depth_attention_reference
-from attnres.depth.reads import GeneralBlockCache, GeneralStream, Read
+from attnres.depth.definition import depth_attention_reference
+from attnres.depth.other_reads import VariantBlockCache, VariantStream
+from attnres.depth.reads import ReadConfig
 from attnres.depth.stream import checkpoint_stream
 
 
@@ -85,7 +86,7 @@ def test_reads_are_the_definition(shape, block_size, sums, way):
         return [definition(site, block_size, sums, *inputs) for site in range(SITES)]
 
     def by_stream(queries, embedding, *outputs):
-        streams = written(queries, embedding, outputs, block_size, way, sums=sums)
+        streams = written(queries, embedding, outputs, block_size, way, scale_by_sources=sums)
         assert [stream.site for stream in streams] == list(range(SITES))
         return [stream.read() for stream in streams]
 
@@ -112,9 +113,9 @@ def test_reads_with_their_norm(is_reader, sums, way):
         for site in range(SITES)
     ]
     if is_reader:
-        norm.__class__ = of_both(DepthReader, LlamaRMSNorm)
+        norm.__class__ = combined_class(ReadingNorm, LlamaRMSNorm)
     with in_way(way):
-        for site, stream in enumerate(written(queries, embedding, outputs, 3, way, sums=sums)):
+        for site, stream in enumerate(written(queries, embedding, outputs, 3, way, scale_by_sources=sums)):
             expected[site].check(norm(stream) if is_reader else stream.read(norm))
 
 
@@ -467,7 +468,7 @@ def test_pytree(site, way):
 
     expected = UpToRounding(by_definition, *inputs)
     with in_way(way):
-        stream = written(inputs[0], inputs[1], inputs[2 : 2 + site], 3, way, sums=True)[-1]
+        stream = written(inputs[0], inputs[1], inputs[2 : 2 + site], 3, way, scale_by_sources=True)[-1]
         for again in copies_by_pytree(stream):
             assert again.site == site and again is not stream
             expected.check(reads_of(again))
@@ -481,7 +482,7 @@ class Layer(nn.Module):
         self.norms = nn.ModuleList(nn.RMSNorm(7, eps=0.5) for _ in range(2))
         self.sublayers = nn.ModuleList(nn.Linear(7, 7) for _ in range(2))
         for norm in self.norms:
-            norm.__class__ = of_both(DepthReader, nn.RMSNorm)
+            norm.__class__ = combined_class(ReadingNorm, nn.RMSNorm)
 
     def forward(self, stream, scale):
         for norm, sublayer in zip(self.norms, self.sublayers):
@@ -519,7 +520,7 @@ def test_activation_checkpointing(block_size, how):
     layers[2].register_forward_pre_hook(lambda *args: calls.append(1))
 
     def run(run_layer):
-        stream, extra = start(queries, embedding, block_size, sums=True), scale
+        stream, extra = start(queries, embedding, block_size, scale_by_sources=True), scale
         for layer in layers:
             stream, extra = run_layer(layer, stream, extra)
         mix = stream.read() + extra
@@ -631,7 +632,7 @@ def test_recorder(sums):
     """Weights, what has been written, and reads without one of the sources."""
     queries, embedding, *outputs = queries_embedding_outputs()
     recorder = DepthRecorder(masked_source={4: 1, 8: 0})
-    for site, stream in enumerate(written(queries, embedding, outputs, 3, sums=sums, recorder=recorder)):
+    for site, stream in enumerate(written(queries, embedding, outputs, 3, scale_by_sources=sums, recorder=recorder)):
         sources = sources_at(site, 3, embedding, *outputs)
         seen = [source for i, source in enumerate(sources) if recorder.masked_source.get(site) != i]
 
@@ -669,7 +670,7 @@ def test_a_stream_whose_memory_is_gone_is_not_handed_on():
         stacked = stack_sources(earlier)
         assert torch.equal(stacked[0], embedding) and len(stacked) == 3
         DepthStream(queries, (2 * embedding,), block_size=3, eps=EPS).keep_in(cache)
-        for hand_on in (stack_sources, DepthStream.parts, pytree.tree_flatten, copy.deepcopy):
+        for hand_on in (stack_sources, DepthStream.tree_flatten, pytree.tree_flatten, copy.deepcopy):
             with pytest.raises(RuntimeError, match="is of an earlier forward pass"):
                 hand_on(earlier)
 
@@ -685,7 +686,7 @@ def test_a_norm_with_more_arguments_reads_by_itself():
     stream = written(queries, embedding, outputs[:4], 3)[-1]
     plain = GatedRMSNorm(7)
     norm = copy.deepcopy(plain)
-    norm.__class__ = of_both(DepthReader, GatedRMSNorm)
+    norm.__class__ = combined_class(ReadingNorm, GatedRMSNorm)
     assert torch.equal(norm(stream), plain(stream.read()))
     assert torch.equal(norm(stream, outputs[0]), plain(stream.read(), outputs[0]))
     assert torch.equal(norm(stream, gate=outputs[0]), plain(stream.read(), gate=outputs[0]))
@@ -696,7 +697,7 @@ def test_compiles_without_breaks(way):
     inputs = queries_embedding_outputs(dtype=torch.float32)
 
     def read_all(queries, embedding, *outputs):
-        stream = start(queries, embedding, 3, way, sums=True)
+        stream = start(queries, embedding, 3, way, scale_by_sources=True)
         mixes = [stream.read()]
         for output in outputs:
             stream = stream + output
@@ -711,9 +712,11 @@ def test_compiles_without_breaks(way):
 
 def started(queries, tensor, block_size: int, each: bool, cached: bool):
     if each:
-        stream = GeneralStream(queries, (tensor,), block_size=block_size, sums=True, how=Read(open_block="each"))
-        return stream.keep_in(GeneralBlockCache()) if cached else stream
-    stream = DepthStream(queries, (tensor,), block_size=block_size, sums=True)
+        stream = VariantStream(
+            queries, (tensor,), block_size=block_size, scale_by_sources=True, read_config=ReadConfig(open_block="each")
+        )
+        return stream.keep_in(VariantBlockCache()) if cached else stream
+    stream = DepthStream(queries, (tensor,), block_size=block_size, scale_by_sources=True)
     return stream.keep_in(BlockCache()) if cached else stream
 
 

@@ -27,7 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
-import attnres.depth.attention
+import attnres.depth.stream
 from attnres import AttnResConfig, AttnResForCausalLM, BlockCache, DepthRecorder
 
 

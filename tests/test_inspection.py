@@ -30,7 +30,7 @@ import attnres
 from attnres.checkpoints.fingerprint import checkpoint_fingerprint
 from attnres.cli import app
 from attnres.data.text import read_sample, train_tokenizer
-from attnres.depth.attention import depth_attention_reference
+from attnres.depth.definition import depth_attention_reference
 from attnres.depth.stream import DepthStream
 from attnres.inspection import DepthStatistics, Excerpt, SiteStatistics, ablate, gradient_rms, inspect, measure
 from attnres.inspection.callback import DepthMapCallback

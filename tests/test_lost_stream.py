@@ -24,6 +24,8 @@ from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.base.probe import run_probe
 
 
+pytestmark = pytest.mark.usefixtures("probed_anew")
+
 LOST = "its LlamaDecoderLayer does more to the residual stream than to add outputs to it and to read it"
 
 

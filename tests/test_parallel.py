@@ -14,7 +14,7 @@ from decoder_configs import decoder_config
 from families_page import RECORD
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
-from tiny_models import COUNTED, count_once, tiny_base_config
+from tiny_models import tiny_base_config
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -24,8 +24,7 @@ from transformers.distributed import DistributedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification
-from attnres.base import probe as depth_probe
-from attnres.depth.attention import BlockCache
+from attnres.depth.block_cache import BlockCache
 from attnres.parallel import (
     AttnResPipeline,
     Layout,
@@ -147,13 +146,11 @@ def make_model(family="llama", block_size=3, num_hidden_layers=8, frozen=False, 
 
 def in_processes(function, num_processes, *args):
     with tempfile.TemporaryDirectory() as folder:
-        arguments = function, num_processes, f"file://{folder}/meeting", args, COUNTED
+        arguments = function, num_processes, f"file://{folder}/meeting", args
         torch.multiprocessing.spawn(_in_process, args=arguments, nprocs=num_processes)
 
 
-def _in_process(rank, function, num_processes, meeting, args, counted):
-    COUNTED.update(counted)
-    depth_probe.probe_sublayers = count_once
+def _in_process(rank, function, num_processes, meeting, args):
     os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(num_processes))
     torch.set_num_threads(1)
     torch.set_default_dtype(torch.float64)
@@ -491,8 +488,6 @@ def _divided_families(rank, families):
 
 @pytest.mark.slow
 def test_divided_prefill_of_every_family():
-    for family in SUPPORTED:  # once, and not in each process
-        count_once(decoder_config(family))
     in_processes(_divided_families, 2, SUPPORTED)
 
 
@@ -613,7 +608,7 @@ def model_of(family):
     model = AttnResForCausalLM(AttnResConfig.from_base_config(decoder_config(family), block_size=3)).double().eval()
     if model._can_set_experts_implementation():
         model.set_experts_implementation("eager")
-    for tensor in model.trunk.depth_queries.zeros_at_first():
+    for tensor in model.trunk.depth_queries.zero_initialized():
         torch.nn.init.normal_(tensor, std=0.3)
     return model
 

@@ -17,7 +17,7 @@ from transformers import Qwen3Config
 
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.benchmarks.twin import SHAPES
-from attnres.depth.attention import BlockCache
+from attnres.depth.block_cache import BlockCache
 from attnres.parallel import Layout, plan
 from attnres.parallel.plan import activation_bytes, in_flight, parameters
 

@@ -17,8 +17,10 @@ from rounding import UpToRounding
 from tiny_models import mostly_slow, tiny_base_config
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, __version__, initialization
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from attnres import AttnResConfig
+from attnres.base import probe as depth_probe
 from attnres.base.probe import probe_layers, probe_sublayers
 from attnres.checkpoints.checkpoint import read_decoder_config
 from attnres.conversion import convert, revert
@@ -306,6 +308,35 @@ def test_a_probe_uses_up_no_random_numbers_and_says_nothing(tmp_path, modules_ca
         describe_probe(config)
     assert torch.equal(torch.get_rng_state(), state)
     assert capfd.readouterr() == ("", "")
+
+
+def test_the_same_base_is_probed_once(probed_anew, tmp_path, modules_cache, monkeypatch):
+    """Until its values or its code change. Errors are not kept, and nothing of code that came with a checkpoint."""
+    runs, run_probe = [], depth_probe.run_probe
+    monkeypatch.setattr(depth_probe, "run_probe", lambda config: runs.append(config) or run_probe(config))
+    config = decoder_config("llama")
+    AttnResConfig.from_base_config(config, 3).save_pretrained(tmp_path / "attnres")
+    config.save_pretrained(tmp_path / "base")
+    saved, of_base = (AutoConfig.from_pretrained(tmp_path / name) for name in ("attnres", "base"))
+    saved.attn_res_sublayers = None
+    expected = saved.sublayers_per_layer()
+    expected_of_base = probe_sublayers(of_base)
+    assert len(runs) == 1 and expected_of_base == expected
+    expected_of_base.append(1)
+    assert probe_sublayers(config) == expected and len(runs) == 1
+    probe_sublayers(decoder_config("llama", num_hidden_layers=config.num_hidden_layers + 1))
+    assert len(runs) == 2
+    with monkeypatch.context() as patched:
+        patched.setattr(LlamaMLP, "forward", lambda self, x: x * 2)
+        assert probe_sublayers(config) == expected and len(runs) == 3
+        patched.setattr(LlamaDecoderLayer, "forward", lambda self, hidden_states, **kwargs: hidden_states * 2 + 1)
+        for _ in range(2):
+            with pytest.raises(ValueError, match="LlamaDecoderLayer does more to the residual stream"):
+                probe_sublayers(config)
+        assert len(runs) == 5
+    assert probe_sublayers(config) == expected and len(runs) == 5
+    own = read_decoder_config(str(write_base(tmp_path, "as it is", WRITE)), trust_remote_code=True)
+    assert probe_sublayers(own) == probe_sublayers(own) and len(runs) == 7
 
 
 @contextlib.contextmanager

@@ -21,9 +21,11 @@ from attnres.base.slices import stack_sources
 from attnres.cli import app
 from attnres.cli.convert import convert as convert_command
 from attnres.conversion import convert, revert
-from attnres.depth.attention import depth_attention_reference
+from attnres.depth.autograd import HeadScores, TokenScores
 from attnres.depth.choices import READS
-from attnres.depth.reads import WEIGHTS, HeadScores, Read, TokenScores, read_by_definition, weights_by_definition
+from attnres.depth.definition import depth_attention_reference, read_by_definition, weights_by_definition
+from attnres.depth.other_reads import block_cache_class, start_stream
+from attnres.depth.reads import WEIGHTS, ReadConfig
 
 
 def read_fields(heads, query, rank, weights, open_block) -> dict:
@@ -308,7 +310,7 @@ def test_slices(fields, input_ids):
         first.keep_layers(0, 2)
         last.keep_layers(2, 4)
         stream = first(input_ids).last_hidden_state
-        assert stream.site == 4 and stream.how == Read.of(model.config)
+        assert stream.site == 4 and stream.read_config == ReadConfig.of(model.config)
         parts = {"blocks": [b.clone() for b in stream.blocks], "partial": stream.partial.clone(), "site": stream.site}
         rebuilt = last.start_stream(**parts, outputs=[output.clone() for output in stream.outputs])
         for handed_on in (stream, copy.deepcopy(stream), rebuilt):
@@ -352,13 +354,13 @@ def test_files(fields, input_ids, tmp_path):
     model = randomize(converted(base_model, 3, fields))
     model.save_pretrained(tmp_path / "saved")
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "saved")
-    assert Read.of(loaded.config) == Read.of(model.config)
+    assert ReadConfig.of(loaded.config) == ReadConfig.of(model.config)
     with torch.no_grad():
         assert loaded(input_ids).logits.equal(model(input_ids).logits)
 
     names = {name.removeprefix("attn_res_"): value for name, value in fields.items()}
     report = convert(tmp_path / "base", tmp_path / "converted", block_size=3, **names)
-    assert report.verification.equal and Read.of(loaded.config).in_words() == report.read != ""
+    assert report.verification.equal and ReadConfig.of(loaded.config).in_words() == report.read != ""
     again = convert(tmp_path / "base", tmp_path / "again", block_size=3, **names)
     weights = [
         {path.name: path.read_bytes() for path in (tmp_path / name).glob("*.safetensors")}
@@ -687,9 +689,11 @@ def test_sources_and_queries_of_any_size(weights, scale, input_ids):
         embedding, *outputs = torch.randn(6, 1, tokens, 32) * scale
         results = []
         for cached in (False, True):
-            stream = Read.of(config).start([queries], (embedding,), block_size=3, eps=1e-6, sums=True)
+            stream = start_stream(
+                ReadConfig.of(config), [queries], (embedding,), block_size=3, eps=1e-6, scale_by_sources=True
+            )
             with torch.no_grad():
-                stream = stream.keep_in(Read.of(config).block_cache()()) if cached else stream
+                stream = stream.keep_in(block_cache_class(ReadConfig.of(config))()) if cached else stream
                 for output in outputs:
                     stream = stream.write(output)
                 results.append(stream.read())
@@ -757,7 +761,7 @@ def test_training(fields, tmp_path):
     )
     trainer = AttnResTrainer(model=model, args=arguments, train_dataset=rows)
     trainer.train()
-    assert all(tensor.any() for tensor in model.model.depth_queries.zeros_at_first())
+    assert all(tensor.any() for tensor in model.model.depth_queries.zero_initialized())
     logged = trainer.depth_metrics()
     assert logged["query_norm"] > 0 and 0.5 < logged["depth_entropy"] <= 1 + 1e-6
     trainer.explain_queries()

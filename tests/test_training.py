@@ -304,7 +304,7 @@ def test_transformers_pipeline_stages(tmp_path):
         model = AttnResForCausalLM(AttnResConfig.from_base_config(base.config, block_size=block_size, **fields))
         model.load_state_dict(base.state_dict(), strict=False)
         with torch.no_grad():
-            for tensor in model.model.depth_queries.zeros_at_first():
+            for tensor in model.model.depth_queries.zero_initialized():
                 tensor.normal_(std=0.3)
         folders.append([str(tmp_path / f"{len(folders)}-{name}") for name in ("model", "base")])
         for saved, folder in zip((model, base), folders[-1]):

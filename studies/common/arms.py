@@ -21,7 +21,8 @@ from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.conversion import convert
 from attnres.data.text import train_tokenizer, windows
-from attnres.depth.attention import depth_weights, mix_and_norm, norm_of, source_scores
+from attnres.depth.attention import depth_weights, mix_and_norm, source_scores
+from attnres.depth.norms import norm_of
 from attnres.depth.stream import DepthStream
 from attnres.training.adapters import lora_config, queries_config
 
@@ -249,9 +250,9 @@ class RecencyBiasedStream(DepthStream):
         weights = depth_weights(scores)
         if self.recorder is not None:
             self.recorder.weights[self.site] = weights
-        mix = mix_and_norm(weights * len(scores) if self.sums else weights, self.sources, norm=None)
-        if self.cast is not None:
-            mix = mix.to(self.cast)
+        mix = mix_and_norm(weights * len(scores) if self.scale_by_sources else weights, self.sources, norm=None)
+        if self.pending_dtype is not None:
+            mix = mix.to(self.pending_dtype)
         return mix if norm is None else norm_of(norm, mix)
 
 

@@ -15,11 +15,12 @@ from itertools import accumulate
 import torch
 from transformers import PreTrainedModel
 
-from attnres.depth.attention import inverse_rms, source_scores
-from attnres.depth.reads import GeneralStream
+from attnres.depth.attention import source_scores
+from attnres.depth.autograd import inverse_rms
+from attnres.depth.other_reads import VariantStream
 
 
-class OtherSources(GeneralStream):
+class OtherSources(VariantStream):
     """A stream with sources that are made of those of the paper at every read."""
 
     def prepare_reads(self):
@@ -125,13 +126,13 @@ def with_read(model: PreTrainedModel, name: str, **options) -> PreTrainedModel:
     return model
 
 
-def _start_stream(trunk, stream_class, blocks: Sequence[torch.Tensor], recorder=None, kv_cache=None) -> GeneralStream:
+def _start_stream(trunk, stream_class, blocks: Sequence[torch.Tensor], recorder=None, kv_cache=None) -> VariantStream:
     """In place of `AttnResModel.start_stream`, without a block cache."""
     return stream_class(
         trunk.fold_queries()[0],
         tuple(blocks),
         block_size=trunk.config.attn_res_block_size,
         eps=trunk.config.attn_res_norm_eps,
-        sums=trunk.config.attn_res_scale_norm_eps,
+        scale_by_sources=trunk.config.attn_res_scale_norm_eps,
         recorder=recorder,
     )

@@ -27,8 +27,9 @@ import torch.nn.functional as F  # noqa: E402
 import typer  # noqa: E402
 from rich.console import Console  # noqa: E402
 
-from attnres.depth.attention import BlockCache, depth_attention_reference  # noqa: E402
 from attnres.depth.backends import set_backend  # noqa: E402
+from attnres.depth.block_cache import BlockCache  # noqa: E402
+from attnres.depth.definition import depth_attention_reference  # noqa: E402
 from attnres.depth.stream import DepthStream  # noqa: E402
 from attnres.utils.figures import write_figure  # noqa: E402
 from attnres.utils.files import write_file  # noqa: E402

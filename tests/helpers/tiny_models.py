@@ -8,8 +8,7 @@ import torch
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM
-from attnres.base import probe as depth_probe
-from attnres.depth.attention import depth_attention_reference
+from attnres.depth.definition import depth_attention_reference
 
 
 # In front of a script: the package cannot be imported, as where it is not installed
@@ -184,15 +183,3 @@ def relative_error(actual: torch.Tensor, expected: torch.Tensor) -> float:
     """The norm of the difference over that of what is expected, which may be zero if both are."""
     error, size = (actual.double() - expected.double()).norm().item(), expected.double().norm().item()
     return 0.0 if error == 0 else error / size if size else math.inf
-
-
-# How often the layers of a config add to the stream
-COUNTED = {}
-
-
-def count_once(base_config, probe=depth_probe.probe_sublayers):
-    """`probe_sublayers`, run once for each config."""
-    key = type(base_config), base_config.to_json_string(use_diff=False)
-    if key not in COUNTED:
-        COUNTED[key] = probe(base_config)
-    return [*COUNTED[key]]

@@ -29,7 +29,7 @@ from transformers.models.auto import modeling_auto
 from transformers.testing_utils import _TEXT_MODEL_TESTER_DEFAULTS, torch_device
 
 import attnres
-from attnres.base.classes import of_both
+from attnres.base.classes import combined_class
 
 
 BASE = os.environ.get("BASE", "llama")
@@ -40,7 +40,7 @@ READ = {
 }
 # Of the base, as an object is: the tests look at what a class says of itself
 MODEL_CLASSES = {
-    kind: of_both(cls, cls.class_of_base(BASE), BASE)
+    kind: combined_class(cls, cls.class_of_base(BASE), BASE)
     for kind, cls in {
         "base_model_class": attnres.AttnResModel,
         "causal_lm_class": attnres.AttnResForCausalLM,
