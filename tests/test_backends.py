@@ -641,8 +641,11 @@ def test_time_of_a_trial():
 
 @pytest.mark.slow
 def test_environment_variable(tmp_path):
+    (tmp_path / "peft.py").touch()  # whose import takes ten seconds
+
     def run_env(**environment):
         command = [sys.executable, "-m", "attnres", "env"]
+        environment["PYTHONPATH"] = str(tmp_path)
         environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"} | environment
         return subprocess.run(command, env=environment, capture_output=True, text=True)
 

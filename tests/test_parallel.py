@@ -291,7 +291,7 @@ def test_gradients_of_all_schedules(num_processes):
     cases += [({"schedule": "1F1B"}, {"block_size": block_size}) for block_size in (1, 2, 4, 16)]
     cases += [
         ({"schedule": schedule, "microbatches": 8, "cache": cache}, {"block_size": block_size})
-        for schedule, (cache, block_size) in itertools.product(SCHEDULES, ((True, 2), (True, 3), (False, 3)))
+        for schedule, (cache, block_size) in itertools.product(SCHEDULES, ((True, 2), (False, 3)))
     ]
     for fields in (
         {"attn_res_open_block": "each", "attn_res_num_heads": 2},
@@ -487,8 +487,8 @@ def _divided_families(rank, families):
 
 
 @pytest.mark.slow
-def test_divided_prefill_of_every_family():
-    in_processes(_divided_families, 2, SUPPORTED)
+def test_divided_prefill_of_many_families():
+    in_processes(_divided_families, 2, sorted({"opt", *SUPPORTED[::4]}))
 
 
 def _tensor_parallel(rank, folder, families):
