@@ -177,7 +177,7 @@ def test_many_processes_at_once(checkpoint, tmp_path):
     """They share one memory, and each finds the right hash."""
     expected = checkpoint_fingerprint(checkpoint)
     code = (
-        "import sys; from attnres import fingerprint; fingerprint.SETTLED_NS = -10**18\n"
+        "import sys; from attnres.checkpoints import fingerprint; fingerprint.SETTLED_NS = -10**18\n"
         "for _ in range(50): print(fingerprint.checkpoint_fingerprint(sys.argv[1]))\n"
         "[path.unlink(missing_ok=True) for path in __import__('pathlib').Path(sys.argv[2]).glob('*')]"
     )

@@ -400,7 +400,7 @@ def test_code_of_strangers_is_not_offered_to_be_run(command, place, run_attnres,
 
 
 # What reads folders that it has made itself
-OURS = ("benchmarks", "tests", "docs", "scaling")
+OURS = ("benchmarks", "studies", "tests", "docs")
 
 
 def test_every_loader_is_told_what_it_may_do():
