@@ -8,6 +8,7 @@ follow. Nothing else changes, so that line numbers in tracebacks are those of th
 import ast
 import functools
 import hashlib
+import os
 from importlib import resources
 from pathlib import Path
 from typing import Any
@@ -90,7 +91,7 @@ def code_metadata() -> dict[str, str]:
     return {"attnres_version": __version__, "attnres_code_sha256": digest}
 
 
-def write_code(folder: str | Path):
+def write_code(folder: str | os.PathLike):
     """Write the files into the folder of a checkpoint."""
     for name, content in code_files().items():
         (Path(folder) / name).write_bytes(content)
