@@ -37,7 +37,7 @@ from attnres.conversion import convert, open_checkpoint, revert, verify
 from attnres.conversion import parity as parity_module
 from attnres.conversion.options import ConvertOptions, ReadChoice, Writing
 from attnres.data.text import train_tokenizer
-from attnres.depth.reads import Read
+from attnres.depth.reads import ReadConfig
 from attnres.utils import untrusted
 
 
@@ -182,7 +182,7 @@ def test_wrong_keywords_are_refused_and_right_ones_shown(base, tmp_path):
     assert groups.pop("may_differ") is False  # which `revert` alone has, as `force`
     assert {name: parameters[name].default for name in groups} == groups
     assert groups.keys() == ConvertOptions.__annotations__.keys() and parameters["link"].annotation is bool
-    assert {field.name for field in fields(ReadChoice)} == {field.name for field in fields(Read)}
+    assert {field.name for field in fields(ReadChoice)} == {field.name for field in fields(ReadConfig)}
 
 
 def test_types_of_configs():
