@@ -39,9 +39,10 @@ SHIMS = ("triton_kernels",)
 
 
 def python_files() -> list[Path]:
-    """All of the repository, relative to its root."""
-    hidden = (path.relative_to(ROOT) for path in ROOT.rglob("*.py"))
-    return sorted(path for path in hidden if path.parts[0][0] != "." and path.parts[0] not in ("build", "site"))
+    """All of the repository, relative to its root, those of environments and builds left out."""
+    places = [path for path in ROOT.iterdir() if path.name[0] != "." and path.name not in ("build", "site")]
+    found = [file for place in places for file in (place.rglob("*.py") if place.is_dir() else [place])]
+    return sorted(file.relative_to(ROOT) for file in found if file.suffix == ".py")
 
 
 def files() -> list[Path]:
