@@ -1,5 +1,9 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The forward pass of a base, with what goes around its code to the first layer, and with streams read in outputs."""
+"""The forward pass of a base, with what goes around its code to the first layer, and with streams read in outputs.
+
+Three things are passed around code that is not ours, and each says why where it is: `FORWARD_CONTEXT` here,
+`BaseConversions.asked` in `classes.py`, and the weights of a generation's steps in `modeling_attnres.py`.
+"""
 
 import functools
 import threading

@@ -28,6 +28,7 @@ from ..depth.reads import ReadConfig
 from ..modeling_attnres import AttnResForCausalLM
 from ..multimodal_attnres import AttnResForConditionalGeneration, AttnResMultimodalConfig
 from ..utils.files import check_destination, hidden_folder
+from ..utils.keywords import with_keywords_of
 from ..utils.untrusted import read_json
 from .checks import (
     check_base_type,
@@ -40,14 +41,14 @@ from .checks import (
     refuse_unscaled_eps,
 )
 from .gguf import find_gguf
-from .options import Blocks, Choice, ConvertOptions, ReadChoice, Writing, takes_options
+from .options import Blocks, Choice, ConvertOptions, ReadChoice, Writing
 from .writing import Conversion, write_checkpoint
 
 
 DEFAULT_NUM_BLOCKS = 8
 
 
-@takes_options
+@with_keywords_of(Writing, ReadChoice, but=["may_differ"])
 def convert(
     source: str | Path,
     destination: str | Path,

@@ -1,17 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """What can be chosen of a conversion, in groups: keywords of `convert`, and the objects that are made of them."""
 
-import functools
-import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import Any, TypedDict, TypeVar
+from typing import Any, TypedDict
 
 from typing_extensions import Self
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 class WritingOptions(TypedDict, total=False):
@@ -110,29 +105,3 @@ class Writing(_OfOptions):
     verify_text: str | Path | None = None
     device: str = "auto"
     may_differ: bool = False
-
-
-def takes_options(function: Function) -> Function:
-    """Of a function with `**options: Unpack[ConvertOptions]`: show them with their defaults, and refuse others.
-
-    So `help()` and notebooks have them as keywords like any other.
-    """
-    signature = inspect.signature(function)
-    *named, _ = signature.parameters.values()
-    defaults = {field.name: field.default for group in (Writing, ReadChoice) for field in fields(group)}
-    options = [
-        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=defaults[name], annotation=hint)
-        for name, hint in ConvertOptions.__annotations__.items()
-    ]
-    signature = signature.replace(parameters=[*named, *options])
-
-    @functools.wraps(function)
-    def checked(*args, **kwargs):
-        try:
-            signature.bind(*args, **kwargs)
-        except TypeError as error:  # as Python says it of every function
-            raise TypeError(f"{function.__name__}() {error}") from None
-        return function(*args, **kwargs)
-
-    checked.__signature__ = signature  # type: ignore[attr-defined]
-    return checked  # type: ignore[return-value]

@@ -15,7 +15,7 @@ from lm_eval.tasks import TaskManager
 
 from ..checkpoints.fingerprint import folder_fingerprint
 from ..utils.devices import check_device, default_device, is_dtype, is_first_process
-from ..utils.keywords import keywords_as
+from ..utils.keywords import with_keywords_of
 from .benchmarks import (
     Benchmark,
     Unavailable,
@@ -32,6 +32,7 @@ from .sandbox import available
 from .saved import ModelResults, output_folder
 
 
+@with_keywords_of(EvalSettings)
 def evaluate(
     models: list[str | EvalModel],
     output: str | Path,
@@ -60,7 +61,7 @@ def evaluate(
         ValueError, OSError: for what does not exist or contradicts itself, before any model is loaded.
         TypeError: for a setting that there is not.
     """
-    run_with = keywords_as(EvalSettings, "evaluate", settings)
+    run_with = EvalSettings(**settings)
     models, options = described_models(models), options or EvalOptions()
     if suite is not None:
         load_suite(suite)  # whose mistakes are told before lm-eval's thousands of files are read

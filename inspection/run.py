@@ -19,7 +19,7 @@ from ..checkpoints.location import hub_commit
 from ..configuration_attnres import AttnResConfig
 from ..utils.devices import check_device, default_device, is_dtype
 from ..utils.files import check_writable, write_file
-from ..utils.keywords import keywords_as
+from ..utils.keywords import with_keywords_of
 from ..utils.untrusted import check_folder
 from .effects import ablate, gradient_rms
 from .measure import DepthStatistics, check_is_attnres, measure, read_excerpt, source_names
@@ -32,6 +32,7 @@ ABLATION_TOKENS = 512
 EXCERPT_TOKENS, EXCERPT_WEIGHTS = 256, 450_000
 
 
+@with_keywords_of(TextToRead)
 def inspect(
     models: list[str],
     output: str | Path,
@@ -65,7 +66,7 @@ def inspect(
             is loaded.
         TypeError: for a keyword that there is not.
     """
-    read = keywords_as(TextToRead, "inspect", text_to_read)
+    read = TextToRead(**text_to_read)
     check_request(models, output, read)
     device = device or default_device()
     check_device(device, "is not to be had")

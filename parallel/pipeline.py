@@ -21,7 +21,7 @@ from ..base.slices import PassThrough, count_tensors
 from ..depth.queries import AttnResDepthQueries
 from ..modeling_attnres import AttnResForCausalLM
 from ..utils.files import hidden_folder
-from ..utils.keywords import keywords_as
+from ..utils.keywords import with_keywords_of
 from .agreement import check_agreement, check_batch
 from .routing import route_blocks
 from .schedule import PipelineSettings, sites_of_stages
@@ -60,6 +60,7 @@ class AttnResPipeline:
         TypeError: for a setting that there is not, or one that is missing.
     """
 
+    @with_keywords_of(PipelineSettings)
     def __init__(
         self,
         model: AttnResForCausalLM,
@@ -71,7 +72,7 @@ class AttnResPipeline:
         **settings: Any,
     ):
         check_model(model)
-        self.settings = keywords_as(PipelineSettings, "AttnResPipeline", settings)
+        self.settings = PipelineSettings(**settings)
         self.config, self.group, self.device = model.config, group, torch.device(device)
         self.rank, self.ranks = dist.get_rank(group), self.settings.ranks(dist.get_world_size(group))
         self.layers_per_stage = self.settings.layers(self.config, self.ranks)
