@@ -118,7 +118,8 @@ class AttnResConfig(PreTrainedConfig):
         Whether every read is multiplied by its number of sources, which to the norm behind it is the same as an
         epsilon divided by the square of that number, hence the name (by 2 if weights are a sigmoid, and one source
         more if they are `"softmax1"`). With queries of zero a read is then the residual
-        stream, and the model computes exactly what its base computes.
+        stream, and the model computes exactly what its base computes. `attn_res_scale_reads` is another name of it, in
+        code and not in files.
     attn_res_sublayers (`list[int]`, *optional*):
         How often each decoder layer adds to the residual stream, usually 2. Counted by a run of the base without
         weights where it is not given, or not for this number of layers.
@@ -164,6 +165,8 @@ class AttnResConfig(PreTrainedConfig):
 
     def __post_init__(self, **kwargs):
         base_class = base_config_class(self.base_model_type)
+        if (scale_reads := kwargs.pop("attn_res_scale_reads", None)) is not None:
+            self.attn_res_scale_reads = scale_reads
         if kwargs.get("model_type", self.model_type) not in (self.model_type, self.base_model_type):
             raise ValueError(
                 f"`model_type={kwargs['model_type']!r}` contradicts `base_model_type={self.base_model_type!r}`."
@@ -217,6 +220,15 @@ class AttnResConfig(PreTrainedConfig):
         pass
 
     @property
+    def attn_res_scale_reads(self) -> bool:
+        """`attn_res_scale_norm_eps`, by what is done."""
+        return self.attn_res_scale_norm_eps
+
+    @attn_res_scale_reads.setter
+    def attn_res_scale_reads(self, value: bool):
+        self.attn_res_scale_norm_eps = value
+
+    @property
     def num_sites(self) -> int:
         """Number of places where depth is read: in front of every sublayer, and behind the last one."""
         return sum(self.sublayers_per_layer()) + 1
@@ -263,7 +275,7 @@ class AttnResConfig(PreTrainedConfig):
         check_base_model_type(base_config.model_type)
         if "attn_res_block_size" in kwargs:
             raise ValueError("Pass `block_size`, not `attn_res_block_size`, to `from_base_config`.")
-        check_known(kwargs, type(base_config), [field.name for field in fields(cls)])
+        check_known(kwargs, type(base_config), [*(field.name for field in fields(cls)), "attn_res_scale_reads"])
         if block_size is not None and num_blocks is not None:
             raise ValueError(f"`block_size={block_size}` and `num_blocks={num_blocks}` contradict: give one of them.")
         if num_blocks is not None and not is_count(num_blocks):

@@ -134,6 +134,20 @@ def test_fresh_models_start_with_zero_queries():
         assert 0.08 < model.model.layers[0].mlp.up_proj.weight.std() < 0.12
 
 
+def test_another_name_of_scaling():
+    """By what is done. Files have the one that they always had."""
+    for config in (
+        AttnResConfig(attn_res_scale_reads=True),
+        AttnResConfig.from_base_config(tiny_base_config("llama"), attn_res_scale_reads=True),
+    ):
+        assert config.attn_res_scale_norm_eps and config.attn_res_scale_reads
+        assert "attn_res_scale_reads" not in config.to_json_string()
+        config.attn_res_scale_reads = False
+        assert not config.attn_res_scale_norm_eps
+    with pytest.raises(ValueError, match="`attn_res_scale_norm_eps=3` must be True or False"):
+        AttnResConfig(attn_res_scale_reads=3)
+
+
 def test_bases_do_not_touch_each_other(input_ids, tmp_path):
     """Built, loaded, run with captured outputs and saved, in any order."""
     families = ["qwen3_moe", "llama", "mixtral", "deepseek_v3", "gpt_oss"]
