@@ -268,7 +268,7 @@ with open(sys.argv[2], "w") as file:
 
 def hub(run: RealRun) -> dict[str, Any]:
     """Onto a Hub on this machine, and from there in a process that does not have this package."""
-    sys.path.insert(0, str(ROOT / "tests"))
+    sys.path.insert(0, str(ROOT / "tests/helpers"))
     from loopback_hub import LoopbackHub
     from tiny_models import WITHOUT_PACKAGE
 

@@ -11,7 +11,12 @@ The files are those of `family_survey.py`, `family_commands.py`, `vllm_greedy.py
 import argparse
 import json
 import re
+import sys
 from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
 
 import transformers
 from decoder_configs import NOT_DECODERS

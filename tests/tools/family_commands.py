@@ -17,6 +17,9 @@ import tempfile
 from pathlib import Path
 
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
+
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 import torch

@@ -18,6 +18,10 @@ import tempfile
 import traceback
 from collections.abc import Sequence
 from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
 from unittest import mock
 
 

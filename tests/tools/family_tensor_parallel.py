@@ -12,6 +12,11 @@ import os
 import sys
 from pathlib import Path
 
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+
 import torch.distributed as dist
 from families_page import RECORD
 from test_parallel import BATCH, in_processes, model_of, pipeline_of, worst_gradient

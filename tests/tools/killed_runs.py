@@ -18,6 +18,10 @@ import sys
 import time
 from pathlib import Path
 
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
+
 import torch
 from safetensors.torch import load_file
 from tiny_models import convert, tiny_base_model

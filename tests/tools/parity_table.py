@@ -4,6 +4,12 @@
 python tests/tools/parity_table.py
 """
 
+import sys
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
 import torch
 from tiny_models import FAMILIES, convert, relative_error, tiny_base_model
 from transformers.utils import logging

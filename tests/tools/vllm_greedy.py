@@ -28,6 +28,9 @@ import tempfile
 from pathlib import Path
 
 
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+
+
 # Longer than a step of the engine and than one of its cache blocks: read in chunks, and found again where it is shared
 LONG = "import os\n\nclass Reader:\n    def read(self, size=-1):\n        return os.read(self.fd, size)\n" * 4
 PROMPTS = ["def main():", "import os\n\nclass Reader:\n    def read(self", "The", f"{LONG}def a", f"{LONG}def b"]
