@@ -100,7 +100,7 @@ def test_the_wheel_has_the_package_and_nothing_else(distributions):
     about = ("METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt")
     expected = {f"attnres/{path}" for path in shipped_files()} | {f"{info}/{name}" for name in about}
     assert set(files) == expected
-    assert {"attnres/families.json", "attnres/py.typed", "attnres/conversion/sample.txt"} < expected
+    assert {"attnres/base/families.json", "attnres/py.typed", "attnres/data/sample.txt"} < expected
     assert files == contents(distributions["direct"])
 
 
