@@ -21,7 +21,7 @@ STUDY = ROOT / "studies/small_model"
 @pytest.mark.slow
 def test_report_rebuilds(tmp_path):
     shutil.copytree(STUDY, tmp_path / "study")
-    for name in ("table.md", "differences.png", "differences.svg"):
+    for name in ("table.md", "differences.png"):
         (tmp_path / "study" / name).unlink()
     command = [sys.executable, "-m", "studies.small_model.study", "report", "--results", str(tmp_path / "study")]
     subprocess.run(command, check=True, capture_output=True, cwd=ROOT)
