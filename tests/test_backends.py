@@ -545,8 +545,8 @@ from triton.compiler import ASTSource
 from attnres.depth import triton_kernels
 
 kinds = {"sources": "*i64", "grad_sources": "*i64", "eps": "fp32", "norm_eps": "fp32", "mix": "*fp32"}
-kinds |= dict.fromkeys("weights grad_weights scores grad_scores mixes negative_lse query eps_norm grad".split(), "*fp32")
-kinds |= dict.fromkeys("inverse_rms score_of_partial grad_queries grad_norm_weights".split(), "*fp32")
+kinds |= dict.fromkeys("weights grad_weights scores grad_scores mixes negative_lse query grad".split(), "*fp32")
+kinds |= dict.fromkeys("eps_norm inverse_rms score_of_partial grad_queries grad_norm_weights".split(), "*fp32")
 kinds["factor"] = "fp32"
 of_dtype = "grad_mix values partial merged source grad_source normed grad_normed norm_weight".split()
 constants = {"BLOCK": 1024, "SITES": 8, "SOURCES": 8, "HAS_NORM": True, "HAS_GRAD_WEIGHTS": True}
