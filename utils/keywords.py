@@ -37,6 +37,8 @@ def with_keywords_of(*groups: type, but: Collection[str] = ()) -> Callable[[Func
         @functools.wraps(function)
         def checked(*args, **kwargs):
             try:
+                for name in kwargs.keys() - whole.parameters.keys():  # before one is missed that was meant by it
+                    raise TypeError(f"got an unexpected keyword argument {name!r}")
                 whole.bind(*args, **kwargs)
             except TypeError as error:
                 raise TypeError(f"{function.__qualname__.removesuffix('.__init__')}() {error}") from None
