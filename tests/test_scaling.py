@@ -134,6 +134,12 @@ def test_every_run_once(folder, monkeypatch, run_attnres, capsys):
     assert rates["full", "small"] == 0.04 and rates["full", "large"] == pytest.approx(0.04 / 2**0.5, rel=1e-2)
     # Nothing is left, and nothing is done twice
     assert [*runs_left(read_ladder("ladder.yaml"), results_of("out"))] == []
+    # Nor of a ladder that attnres 0.2 has begun, which kept every run in a file of its own
+    results = read_json_lines(Path("out/runs.jsonl"))
+    (Path("before") / "runs").mkdir(parents=True)
+    for number, result in enumerate(results[:-1]):
+        Path(f"before/runs/{number}.json").write_text(json.dumps(result))
+    assert [*runs_left(read_ladder("ladder.yaml"), results_of("before"))] == [Run(**results[-1]["run"])]
     run_ladder("ladder.yaml", "out")
     assert len(done) == len(tuned) + 12
     capsys.readouterr()
