@@ -650,6 +650,19 @@ def test_recorder(sums):
     assert list(recorder.outputs) == list(range(8)) and all(map(torch.equal, recorder.outputs.values(), outputs))
 
 
+def test_weights_are_by_token_where_layers_flatten_tokens():
+    """As those of OPT do."""
+    queries, *of_tokens = queries_embedding_outputs()
+    flat = [tensor.flatten(0, 1) for tensor in of_tokens]
+    recorders = DepthRecorder(tokens=torch.Size((3, 5))), DepthRecorder(tokens=torch.Size((3, 5)))
+    for recorder, (embedding, *outputs) in zip(recorders, (of_tokens, flat)):
+        for stream in written(queries, embedding, outputs, 3, recorder=recorder):
+            stream.read()
+    expected, found = (recorder.weights for recorder in recorders)
+    assert expected.keys() == found.keys()
+    torch.testing.assert_close(list(found.values()), list(expected.values()), rtol=1e-12, atol=1e-12)
+
+
 @pytest.mark.parametrize("site, masked", [(0, 0), (4, 3), (4, -1)])
 def test_what_cannot_be_left_out(site, masked):
     """The only source, of which the softmax would be NaN, and one that is not there."""
