@@ -285,10 +285,9 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
                 f" at site {entry_site}, and was given {_describe(stream)}: layers cannot be left out, repeated, or"
                 " run by themselves on a tensor."
             )
-        if entry_site and stream.cache is None and not (stream.scores and stream.scored_until is None):
-            # Rebuilt from its fields before each layer (activation checkpointing): blocks are scored for the sites of
-            # this layer alone, as the next layer will score them again
-            stream.scores, stream.scored_until = (), layer.depth_sites[1]
+        is_checkpointed = getattr(layer, "gradient_checkpointing", False) and layer.training
+        if stream.is_rebuilt or is_checkpointed:  # what later layers do not get is not computed for them
+            stream.chunk, stream.read_until = None, layer.depth_sites[1]
         return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
     def leave_layer(self, layer: nn.Module, args: tuple, output):
@@ -342,9 +341,8 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         )
         if recorder is not None:
             recorder.tokens = blocks[0].shape[:-1]
+        stream.is_rebuilt = False
         if torch.is_grad_enabled() or recorder is not None or uses_definition():
-            if site and not any(getattr(layer, "gradient_checkpointing", False) for layer in decoder_layers(self)):
-                stream.prepare_reads()  # once for all layers of this slice, see `enter_layer`
             return stream
         # A compiled graph plans its own memory
         reuse = kv_cache is not None and not torch.compiler.is_compiling()

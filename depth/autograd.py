@@ -1,11 +1,17 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The steps of a read, with backward passes that save little: scores, and the mix of the sources with its norm.
+"""The parts of a read in two phases, with backward passes that save little.
 
-Each takes `kernels`, a module of kernels to run instead of torch's operations, or `None`.
+`ReadClosed` is phase 1, and `MergeOpen` phase 2 with the norm behind it, of scores that `Scores` computes, or
+`TokenScores` for queries that see the input. What they save is the sources, which are alive anyway, and a few numbers
+per token; everything else is computed again.
+
+Inside, a source is `[tokens, heads, width]`, where `heads * width` is the hidden size and the paper's read has one
+head. Keys are `sqrt(hidden) * v / |v|`, with the epsilon in the L2 norm: queries are given multiplied by `sqrt(hidden)`.
 """
 
 from collections.abc import Sequence
-from types import ModuleType
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,219 +21,478 @@ from transformers.utils.generic import maybe_autocast
 from .norms import norm_of, norm_tensors, norm_with
 
 
-def inverse_rms(values: torch.Tensor, eps: float) -> torch.Tensor:
-    """`1 / rms` over the last dimension, at least fp32: `[..., hidden]` -> `[..., 1]`."""
-    dtype = torch.promote_types(values.dtype, torch.float32)
-    norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True, dtype=dtype)
-    return norm.square().div_(values.shape[-1]).add_(eps).rsqrt_()
+def wide_dtype(dtype: torch.dtype) -> torch.dtype:
+    """That of scores and sums: at least fp32."""
+    return torch.promote_types(dtype, torch.float32)
 
 
-def by_head(tensors: Sequence[torch.Tensor], num_heads: int) -> list[torch.Tensor]:
-    """`[..., hidden]` as `[..., heads, hidden / heads]`, each."""
-    return [tensor.unflatten(-1, (num_heads, -1)) for tensor in tensors]
+def by_head(source: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """`[..., hidden]` as `[tokens, heads, width]`, at least fp32."""
+    hidden_size = source.shape[-1]
+    num_tokens = source.numel() // hidden_size
+    return source.to(wide_dtype(source.dtype)).reshape(num_tokens, num_heads, hidden_size // num_heads)
 
 
-def _in_backward(kernels: ModuleType | None, saved: torch.Tensor) -> ModuleType | None:
-    """The kernels of the forward pass, except in a backward pass that is compiled or traced by itself."""
-    return None if torch.compiler.is_compiling() or type(saved) is not torch.Tensor else kernels
-
-
-def _through_norm(grad: torch.Tensor, scores: torch.Tensor, inv_rms: torch.Tensor, hidden_size: int) -> torch.Tensor:
-    """The number by which a source is part of its own gradient, `[..., 1]`: keys are normalised.
-
-    The score `query . v / rms(v)` has the derivative `query / rms - score * v / (hidden * rms^2)`.
+def key_l2_norm(values: torch.Tensor, eps_norm: torch.Tensor) -> torch.Tensor:
+    """The L2 norm by which keys are divided: `sqrt(hidden) * rms` over the last dimension, with the epsilon in it.
 
     Args:
-        grad, scores: of all queries of a token, `[..., queries]`.
-        inv_rms: `[..., 1]`.
+        values: `[..., hidden]`.
+        eps_norm: the norm of values whose squares are `eps`: `sqrt(hidden * eps)`.
+
+    Returns:
+        `[..., 1]`.
     """
-    return (grad * scores).sum(-1, keepdim=True) * inv_rms.square() / -hidden_size
+    norm = torch.linalg.vector_norm(values, dim=-1, keepdim=True)
+    if torch.compiler.is_compiling():  # or exporting: ONNX has no `hypot`
+        return (norm.square() + eps_norm.square()).sqrt()
+    return torch.hypot(norm, eps_norm)
 
 
-class SourceScores(torch.autograd.Function):
-    """Scores of one source for several queries. Saves the source, which is alive anyway, and the scores."""
+def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Over the last dimension, which is kept, of two tensors `[tokens, heads, width]`, without their product."""
+    width = a.shape[-1]
+    return torch.bmm(a.reshape(-1, 1, width), b.reshape(-1, width, 1)).view(*a.shape[:-1], 1)
+
+
+def exactly(like: torch.Tensor):
+    """No autocast: products of matrices as wide as they are given."""
+    return maybe_autocast(device_type=like.device.type, enabled=False)
+
+
+# Scores
+
+
+def scores_of(
+    queries: torch.Tensor, source: torch.Tensor, eps_norm: torch.Tensor, num_heads: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Scores of a source for some sites, `[heads, tokens, sites]`, and the L2 norm of its keys, `[tokens, 1]`."""
+    values = by_head(source, num_heads)
+    l2_norm = key_l2_norm(values.flatten(1), eps_norm)
+    with exactly(values):
+        products = torch.bmm(values.transpose(0, 1), queries_by_head(queries, num_heads).mT)
+    return products / l2_norm, l2_norm
+
+
+def queries_by_head(queries: torch.Tensor, num_heads: int) -> torch.Tensor:
+    """`[sites, hidden]` as `[heads, sites, width]`."""
+    return queries.view(queries.shape[0], num_heads, -1).transpose(0, 1)
+
+
+class Scores(torch.autograd.Function):
+    """Scores of one source for the queries of some sites, `[tokens, heads]` for each.
+
+    A tensor for each site: slices, taken where they are read, would have gradients as large as the whole.
+    """
 
     @staticmethod
-    def forward(ctx, queries: torch.Tensor, source: torch.Tensor, eps: float, kernels: ModuleType | None = None):
-        ctx.kernels = kernels  # for a single query
-        if kernels is not None:
-            scores, inv_rms = kernels.score(queries[0], source, eps)
-            ctx.save_for_backward(queries, source, inv_rms, scores)
-            return scores
-        inv_rms = inverse_rms(source, eps)
-        with maybe_autocast(device_type=source.device.type, enabled=False):
-            scores = (source.to(inv_rms.dtype) @ queries.to(inv_rms.dtype).mT).mul_(inv_rms)
-        ctx.save_for_backward(queries, source, inv_rms, scores)
-        return scores
+    def forward(ctx, queries: torch.Tensor, source: torch.Tensor, eps_norm: torch.Tensor, num_heads: int):
+        scores, l2_norm = scores_of(queries, source, eps_norm, num_heads)
+        ctx.save_for_backward(queries, source, l2_norm, scores)
+        ctx.set_materialize_grads(False)
+        return scores.transpose(0, 1).unbind(-1)
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        queries, source, inv_rms, scores = ctx.saved_tensors
-        kernels = _in_backward(ctx.kernels, source)
-        if kernels is not None:
-            grad_query, grad_source = kernels.score_backward(grad, queries[0], source, inv_rms, scores)
-            return grad_query[None], grad_source, None, None
-        with maybe_autocast(device_type=source.device.type, enabled=False):
-            wide_queries, wide_source = queries.to(scores.dtype), source.to(scores.dtype)
-            to_query = grad * inv_rms
-            to_source = _through_norm(grad, scores, inv_rms, source.shape[-1])
-            grad_source = (to_query @ wide_queries).addcmul_(to_source, wide_source)
-            grad_queries = to_query.flatten(0, -2).mT @ wide_source.flatten(0, -2)
-        return grad_queries.to(queries.dtype), grad_source.to(source.dtype), None, None
+    def backward(ctx, *grads):
+        queries, source, l2_norm, scores = ctx.saved_tensors
+        num_heads = len(scores)
+        grad = stacked_grads(grads, scores.transpose(0, 1)).transpose(0, 1)
+        to_query, values = grad / l2_norm, by_head(source, num_heads).transpose(0, 1)
+        grad_queries = grad_source = None
+        with exactly(values):
+            if ctx.needs_input_grad[0]:
+                grad_queries = torch.bmm(to_query.mT, values).transpose(0, 1).reshape(queries.shape)
+            if ctx.needs_input_grad[1]:
+                grad_source = torch.bmm(to_query, queries_by_head(queries, num_heads))
+        if grad_source is not None:
+            # query . v / |v| has the derivative query / |v| - score * v / |v|^2
+            through_norm = (to_query * scores).sum((0, -1)).unsqueeze(-1) / l2_norm
+            grad_source = grad_source.addcmul_(through_norm, values, value=-1)
+            grad_source = grad_source.transpose(0, 1).reshape(source.shape).to(source.dtype)
+        return grad_queries, grad_source, None, None
 
 
-class HeadScores(torch.autograd.Function):
-    """Scores of one source for several queries of several heads. Saves the source, which is alive anyway."""
-
-    @staticmethod
-    def forward(ctx, queries: torch.Tensor, source: torch.Tensor, eps: float, num_heads: int):
-        inv_rms = inverse_rms(source, eps).unsqueeze(-1)
-        heads, queries_by_head = by_head([source.to(inv_rms.dtype), queries.to(inv_rms.dtype)], num_heads)
-        with maybe_autocast(device_type=source.device.type, enabled=False):
-            scores = torch.einsum("...hd,shd->...hs", heads, queries_by_head) * inv_rms
-        ctx.save_for_backward(queries, source, inv_rms, scores)
-        ctx.num_heads = num_heads
-        return scores
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        queries, source, inv_rms, scores = ctx.saved_tensors
-        wide_source = source.to(scores.dtype)
-        heads, queries_by_head = by_head([wide_source, queries.to(scores.dtype)], ctx.num_heads)
-        with maybe_autocast(device_type=source.device.type, enabled=False):
-            # As of one head, but the norm is that of all
-            to_query = grad * inv_rms
-            to_source = (grad * scores).sum((-1, -2)).unsqueeze(-1) * inv_rms[..., 0].square() / -source.shape[-1]
-            grad_source = torch.einsum("...hs,shd->...hd", to_query, queries_by_head).flatten(-2)
-            grad_source = grad_source.addcmul_(to_source, wide_source)
-            grad_queries = torch.einsum("ths,thd->shd", to_query.flatten(0, -3), heads.flatten(0, -3)).flatten(-2)
-        return grad_queries.to(queries.dtype), grad_source.to(source.dtype), None, None
+def stacked_grads(grads: Sequence[torch.Tensor | None], like: torch.Tensor) -> torch.Tensor:
+    """Gradients of the columns of `like`, in one tensor; of some there may be none."""
+    if len(grads) == 1 and grads[0] is not None:
+        return grads[0].unsqueeze(-1)
+    return torch.stack([torch.zeros_like(like[..., i]) if grad is None else grad for i, grad in enumerate(grads)], -1)
 
 
 class TokenScores(torch.autograd.Function):
-    """Scores of one source for a query of each token. Saves what is alive anyway, and a number per token and head."""
+    """Scores `[tokens, heads]` of one source for a query of each token, `[batch, seq, hidden]`."""
 
     @staticmethod
-    def forward(ctx, query: torch.Tensor, source: torch.Tensor, inv_rms: torch.Tensor, num_heads: int):
-        (products,) = by_head([query * source.to(query.dtype)], num_heads)
-        scores = products.sum(-1) * inv_rms
-        ctx.save_for_backward(query, source, inv_rms, scores)
+    def forward(ctx, query: torch.Tensor, source: torch.Tensor, l2_norm: torch.Tensor, num_heads: int):
+        scores = dot(by_head(query, num_heads), by_head(source, num_heads)).squeeze(-1) / l2_norm
+        ctx.save_for_backward(query, source, l2_norm, scores)
         return scores
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad: torch.Tensor):
-        query, source, inv_rms, scores = ctx.saved_tensors
-        wide_source, width = source.to(query.dtype), query.shape[-1] // scores.shape[-1]
-        to_query = (grad * inv_rms).repeat_interleave(width, dim=-1)
-        to_source = _through_norm(grad, scores, inv_rms, source.shape[-1])
-        grad_source = (to_query * query).addcmul_(to_source, wide_source)
-        return to_query.mul_(wide_source), grad_source.to(source.dtype), None, None
+        query, source, l2_norm, scores = ctx.saved_tensors
+        num_heads = scores.shape[-1]
+        values = by_head(source, num_heads)
+        to_query = (grad / l2_norm).unsqueeze(-1)
+        through_norm = ((to_query.squeeze(-1) * scores).sum(-1, keepdim=True) / l2_norm).unsqueeze(-1)
+        grad_source = torch.addcmul(to_query * by_head(query, num_heads), through_norm, values, value=-1)
+        grad_query = (to_query * values).view(query.shape)
+        return grad_query.to(query.dtype), grad_source.view(source.shape).to(source.dtype), None, None
 
 
-def weighted_sum(
-    weights: torch.Tensor, sources: Sequence[torch.Tensor], kernels: ModuleType | None = None
-) -> torch.Tensor:
-    """The sum over sources, `[batch, seq, hidden]`, by weights `[batch, seq, (heads,) sources]`."""
-    if weights.ndim > sources[0].ndim:
-        return weighted_sum(weights, by_head(sources, weights.shape[-2]), kernels).flatten(-2)
-    if kernels is not None:
-        return kernels.weighted_sum(weights, sources)
-    mix = weights[..., :1] * sources[0]
-    for i, source in enumerate(sources[1:], start=1):
-        mix.addcmul_(weights[..., i : i + 1], source.to(mix.dtype))
-    return mix.to(sources[0].dtype)
+# Phase 1
 
 
-def weighted_sum_backward(
-    grad: torch.Tensor, weights: torch.Tensor, sources: Sequence[torch.Tensor], kernels: ModuleType | None = None
-):
-    """Gradients of the weights and of the sources."""
-    if weights.ndim > sources[0].ndim:
-        grad, *sources = by_head([grad, *sources], weights.shape[-2])
-        grad_weights, *grad_sources = weighted_sum_backward(grad, weights, sources, kernels)
-        return grad_weights, *(grad_source.flatten(-2) for grad_source in grad_sources)
-    if kernels is not None:
-        return kernels.weighted_sum_backward(grad, weights, sources)
-    grad = grad.to(weights.dtype)
-    grad_weights = torch.stack([(grad * source).sum(-1) for source in sources], dim=-1)
-    return grad_weights, *((weights[..., i : i + 1] * grad).to(s.dtype) for i, s in enumerate(sources))
+def read_closed(values: torch.Tensor, scores: torch.Tensor, weights: str):
+    """Phase 1 of several sites: what each reads of the closed sources alone, in one read of these.
+
+    Args:
+        values: `[heads, tokens, sources, width]`.
+        scores: `[heads, tokens, sources, sites]`.
+        weights: `softmax`, `softmax1` or `sigmoid`.
+
+    Returns:
+        Their mixes, `[heads, tokens, sites, width]`, and what phase 2 has to know, `[heads, tokens, sites]`, or `None`.
+    """
+    of_closed, state = weights_of_closed(scores, weights)
+    if values.shape[2] == 1 and weights == "softmax":  # over one source: it is 1
+        return values.expand(-1, -1, scores.shape[-1], -1), state
+    with exactly(values):
+        return torch.matmul(of_closed.mT, values), state
 
 
-class WeightedSum(torch.autograd.Function):
-    """The mix of a read. Saves weights and sources, no product of them."""
-
-    @staticmethod
-    def forward(ctx, kernels: ModuleType | None, weights: torch.Tensor, *sources: torch.Tensor):
-        ctx.kernels = kernels
-        ctx.save_for_backward(weights, *sources)
-        return weighted_sum(weights, sources, kernels)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        weights, *sources = ctx.saved_tensors
-        return None, *weighted_sum_backward(grad, weights, sources, _in_backward(ctx.kernels, weights))
+def weights_of_closed(scores: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor | None]:
+    if weights == "sigmoid":
+        return scores.sigmoid(), None
+    of_closed, state = torch.softmax(scores, dim=2), torch.logsumexp(scores, dim=2)
+    if weights == "softmax1":  # a score of zero more
+        of_closed = of_closed * state.sigmoid().unsqueeze(2)
+        state = torch.logaddexp(state, torch.zeros_like(state))
+    return of_closed, state
 
 
-class NormOfWeightedSum(torch.autograd.Function):
-    """The mix of a read and the norm behind it. Saves nothing of either, and computes them again in backward.
+def closed_scores(queries: torch.Tensor, values: torch.Tensor, l2_norms: torch.Tensor) -> torch.Tensor:
+    """Scores `[heads, tokens, sources, sites]`, of arguments as of `ReadClosed`."""
+    num_heads, num_tokens, num_sources, width = values.shape
+    with exactly(values):
+        products = torch.matmul(values.reshape(num_heads, -1, width), queries_by_head(queries, num_heads).mT)
+    return products.view(num_heads, num_tokens, num_sources, len(queries)) / l2_norms.unsqueeze(-1)
 
-    What the norm is made of is saved with the sources, and the norm is not asked again: before backward runs, it may
-    have been given other parameters, by `functional_call`, FSDP, a merged adapter or an optimizer.
+
+def by_site(mixes: torch.Tensor, state: torch.Tensor | None):
+    """What `read_closed` gives, for each site: `[tokens, heads, width]`, and `[tokens, heads]` if there is a state."""
+    return mixes.transpose(0, 1).unbind(2), () if state is None else state.transpose(0, 1).unbind(-1)
+
+
+class ReadClosed(torch.autograd.Function):
+    """Phase 1. Gives the mix of each site, `[tokens, heads, width]`, and then the state of each, `[tokens, heads]`.
+
+    Mixes are not kept for the backward pass. The first site whose gradient comes asks for them, and all are computed
+    again at once (`mixes_again`).
+
+    Args:
+        values: the sources side by side, `[heads, tokens, sources, width]`.
+        l2_norms: those of their keys, `[tokens, sources]`.
+        sources: themselves, from which values are made again.
     """
 
     @staticmethod
-    def forward(ctx, norm: nn.Module, kernels, weights: torch.Tensor, *sources_and_norm_tensors: torch.Tensor):
-        sources = sources_and_norm_tensors[: weights.shape[-1]]
-        device_type = weights.device.type
-        ctx.kernels = kernels
-        ctx.norm, ctx.tensor_names = norm_with(norm, {}), list(norm_tensors(norm))
-        ctx.is_autocast = torch.is_autocast_enabled(device_type)
-        ctx.autocast_dtype = torch.get_autocast_dtype(device_type)
-        ctx.save_for_backward(weights, *sources_and_norm_tensors)
-        return norm_of(norm, weighted_sum(weights, sources, kernels))
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx, grad: torch.Tensor):
-        weights, *tensors = ctx.saved_tensors
-        num_sources, kernels = weights.shape[-1], _in_backward(ctx.kernels, weights)
-        sources, needed = tensors[:num_sources], ctx.needs_input_grad[3 + num_sources :]
-        of_norm = [tensor.detach().requires_grad_(need) for tensor, need in zip(tensors[num_sources:], needed)]
-        norm = norm_with(ctx.norm, dict(zip(ctx.tensor_names, of_norm)))
-        mix = weighted_sum(weights, sources, kernels).requires_grad_()
-        autocast = maybe_autocast(weights.device.type, dtype=ctx.autocast_dtype, enabled=ctx.is_autocast)
-        with torch.enable_grad(), autocast:
-            normed = norm_of(norm, mix)
-        inputs = (mix, *(tensor for tensor in of_norm if tensor.requires_grad))
-        grad_mix, *grads = torch.autograd.grad(normed, inputs, grad, allow_unused=True)
-        grads_of_norm = [grads.pop(0) if need else None for need in needed]
-        return None, None, *weighted_sum_backward(grad_mix, weights, sources, kernels), *grads_of_norm
-
-
-class ReadAndNorm(torch.autograd.Function):
-    """A read and the norm behind it as one kernel each way. Saves nothing of them but a few numbers per token."""
-
-    @staticmethod
-    def forward(
-        ctx, query, scores, norm_weight, norm_eps: float, eps: float, kernels: ModuleType, *sources: torch.Tensor
-    ):
-        ctx.norm_eps, ctx.kernels = norm_eps, kernels
+    def forward(ctx, queries, values, l2_norms, weights: str, *sources):
+        scores = closed_scores(queries, values, l2_norms)
+        mixes, states = by_site(*read_closed(values, scores, weights))
+        ctx.weights, ctx.num_sites = weights, len(queries)
+        ctx.save_for_backward(queries, scores, l2_norms, *sources)
         ctx.set_materialize_grads(False)
-        normed, *saved = kernels.read(query, scores, norm_weight, norm_eps, eps, sources)
-        ctx.save_for_backward(query, norm_weight, *saved, *sources)
-        return normed, saved[0]
+        ctx.tensors_again = ctx.mixes_of_sites = None
+        return *mixes, *states
+
+    @staticmethod
+    def saved(ctx) -> tuple:
+        """The saved tensors, which activation checkpointing gives only once."""
+        if ctx.tensors_again is None:
+            queries, scores, l2_norms, *sources = ctx.saved_tensors
+            ctx.tensors_again = queries, scores, l2_norms, side_by_side(sources, len(scores))
+        return ctx.tensors_again
+
+    @staticmethod
+    def mix_again(ctx, place: int) -> torch.Tensor:
+        if ctx.mixes_of_sites is None:
+            _, scores, _, values = ReadClosed.saved(ctx)
+            ctx.mixes_of_sites = read_closed(values, scores, ctx.weights)[0].transpose(0, 1)
+        return ctx.mixes_of_sites[:, :, place]
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, grad: torch.Tensor | None, grad_weights: torch.Tensor | None):
-        query, norm_weight, *saved_and_sources = ctx.saved_tensors
-        saved, sources = saved_and_sources[:3], saved_and_sources[3:]
-        if grad is None:  # of the weights alone
-            grad = torch.zeros_like(sources[-1])
-        grads = ctx.kernels.read_backward(grad, grad_weights, query, norm_weight, ctx.norm_eps, *saved, sources)
-        grad_query, grad_scores, grad_norm_weight, *grad_sources = grads
-        return grad_query, grad_scores, grad_norm_weight, None, None, None, *grad_sources
+    def backward(ctx, *grads):
+        queries, scores, l2_norms, values = ReadClosed.saved(ctx)
+        ctx.tensors_again = ctx.mixes_of_sites = None  # every site has been there
+        num_heads, num_tokens, num_sources, width = values.shape
+        of_mixes = values.new_zeros if any(grad is None for grad in grads[: ctx.num_sites]) else values.new_empty
+        of_mixes = of_mixes(num_heads, num_tokens, ctx.num_sites, width)
+        for site, grad in enumerate(grads[: ctx.num_sites]):
+            if grad is not None:
+                of_mixes[:, :, site].copy_(grad.transpose(0, 1))
+        grad_queries = grad_values = None
+        with exactly(values):
+            of_closed, state = weights_of_closed(scores, ctx.weights)
+            of_scores = torch.matmul(values, of_mixes.mT)  # of the weights, as yet
+            if state is None:
+                of_scores = torch.ops.aten.sigmoid_backward(of_scores, of_closed)
+            else:
+                of_scores.sub_((of_closed * of_scores).sum(2, keepdim=True))
+                if any(grad is not None for grad in grads[ctx.num_sites :]):
+                    of_state = stacked_grads(grads[ctx.num_sites :], state.transpose(0, 1)).transpose(0, 1)
+                    of_scores.add_(of_state.unsqueeze(2))
+                of_scores.mul_(of_closed)
+            to_query = of_scores / l2_norms.unsqueeze(-1)
+            flat = to_query.view(num_heads, -1, ctx.num_sites)
+            if ctx.needs_input_grad[0]:
+                grad_queries = torch.bmm(flat.mT, values.reshape(num_heads, -1, width))
+                grad_queries = grad_queries.transpose(0, 1).reshape(queries.shape)
+            if ctx.needs_input_grad[1]:
+                grad_values = torch.matmul(of_closed, of_mixes)
+                grad_values.view(num_heads, -1, width).baddbmm_(flat, queries_by_head(queries, num_heads))
+                through_norm = to_query.mul_(scores).sum((0, 3)) / l2_norms
+                grad_values.addcmul_(through_norm.unsqueeze(-1), values, value=-1)
+        return grad_queries, grad_values, None, None, *(None for _ in range(num_sources))
+
+
+def side_by_side(sources: Sequence[torch.Tensor], num_heads: int, before: torch.Tensor | None = None) -> torch.Tensor:
+    """Sources, `[batch, seq, hidden]`, behind others as `[heads, tokens, sources, width]`."""
+    values = [by_head(source, num_heads).transpose(0, 1).unsqueeze(2) for source in sources]
+    values = values if before is None else [before, *values]
+    return values[0] if len(values) == 1 else torch.cat(values, dim=2)
+
+
+# Phase 2
+
+
+@dataclass
+class Merge:
+    """What phase 2 of a site has to know beyond tensors."""
+
+    num_local: int
+    weights: str
+    shape: torch.Size  # of what is read
+    dtype: torch.dtype
+    factor: int = 1
+    # What a mix is computed again from: the node of phase 1, and the place of the site there
+    closed: tuple[Any, int] | None = None
+    # Of the key RMSNorm, if the last local source is to be scored here: one that no later site reads
+    key_eps_norm: torch.Tensor | None = None
+    norm: nn.Module | None = None
+    # If the norm is Llama's
+    eps_norm: torch.Tensor | None = None
+
+
+def merged(how: Merge, mix, state, scores: Sequence[torch.Tensor], values: Sequence[torch.Tensor]):
+    """The mix of all sources `[tokens, heads, width]`, and the weights `[tokens, heads, sources]`.
+
+    Args:
+        mix, state: of the closed sources, as phase 1 gives them; a mix of `None`: there are only local ones.
+        scores: of the local sources, each `[tokens, heads]`.
+        values: these, `[tokens, heads, width]`.
+
+    Returns:
+        The weight of the closed sources comes first, if there is one; with one local source there is only its weight.
+    """
+    if not values:
+        return mix, None
+    if how.weights == "sigmoid":
+        weights = torch.stack(list(scores), dim=-1).sigmoid()
+        of_local = weights.unsqueeze(-2).unbind(-1)
+        total = of_local[0] * values[0] if mix is None else torch.addcmul(mix, of_local[0], values[0])
+        others = list(zip(of_local, values))[1:]
+    elif mix is not None and len(values) == 1:
+        weights = (scores[0] - state).sigmoid().unsqueeze(-1)
+        return torch.lerp(mix, values[0], weights), weights
+    else:
+        if mix is None and how.weights == "softmax1":
+            state = torch.zeros_like(scores[0])
+        stacked = torch.stack([*([] if state is None else [state]), *scores], dim=-1)
+        weights = torch.softmax(stacked, dim=-1)
+        if mix is None:
+            weights = weights[..., weights.shape[-1] - len(values) :]
+        of_source = weights.unsqueeze(-2).unbind(-1)
+        first, *others = zip(of_source, values if mix is None else [mix, *values])
+        total = first[0] * first[1]
+    for weight, value in others:
+        total = total.addcmul(weight, value) if torch.compiler.is_compiling() else total.addcmul_(weight, value)
+    return total, weights
+
+
+def merge_backward(how: Merge, grad, mix, weights, values, needs_mix: bool, needs_values: Sequence[bool]):
+    """Gradients of mix, state, scores and values of `merged`, from that of the mix of all, `[tokens, heads, width]`."""
+    if not values:
+        return grad, None, [], []
+    if how.weights != "sigmoid" and mix is not None and len(values) == 1:
+        grad_score = torch.ops.aten.sigmoid_backward(dot(values[0] - mix, grad), weights)
+        grad_value = weights * grad
+        grad_mix = grad - grad_value if needs_mix else None
+        grad_score = grad_score.squeeze(-1)
+        return grad_mix, -grad_score, [grad_score], [grad_value]
+    has_closed = mix is not None and how.weights != "sigmoid"
+    of_weights = torch.cat([dot(value, grad) for value in ([mix, *values] if has_closed else values)], dim=-1)
+    if how.weights == "sigmoid":
+        of_scores = torch.ops.aten.sigmoid_backward(of_weights, weights)
+    else:
+        weighted = of_weights * weights
+        of_scores = torch.addcmul(weighted, weights, weighted.sum(-1, keepdim=True), value=-1)
+    columns, of_source = list(of_scores.unbind(-1)), list(weights.unsqueeze(-2).unbind(-1))
+    grad_mix, grad_state = (grad if needs_mix else None), None
+    if has_closed:
+        grad_state, closed = columns.pop(0), of_source.pop(0)
+        grad_mix = closed * grad if needs_mix else None
+    return grad_mix, grad_state, columns, [w * grad if need else None for w, need in zip(of_source, needs_values)]
+
+
+class MergeOpen(torch.autograd.Function):
+    """Phase 2, and the norm behind it: the mix of all sources, or what the norm gives, `[batch, seq, hidden]`.
+
+    What the norm is made of is saved, and the norm is not asked again: before backward runs, it may have been given
+    other parameters, by `functional_call`, FSDP, a merged adapter or an optimizer.
+
+    Args:
+        query: of the site, `[hidden]`, if the last source is scored here.
+        tensors: scores of the other local sources, all local sources, and the tensors of the norm.
+    """
+
+    @staticmethod
+    def forward(ctx, how: Merge, mix, state, query, *tensors):
+        num_local, num_scores = how.num_local, how.num_local - (query is not None)
+        scores, sources = list(tensors[:num_scores]), tensors[num_scores : num_scores + num_local]
+        of_norm = tensors[num_scores + num_local :]
+        num_heads = (scores[0] if mix is None else mix).shape[1]
+        values = [by_head(source, num_heads) for source in sources]
+        score = l2_norm = rms = None
+        if query is not None:
+            score, l2_norm = score_of(query, values[-1], how.key_eps_norm)
+            scores.append(score)
+        total, weights = merged(how, mix, state, scores, values)
+        ctx.how, ctx.num_heads, ctx.has_mix = how, num_heads, mix is not None
+        if how.eps_norm is not None:
+            result, rms = rms_normed(total.flatten(1), of_norm[0], how)
+        else:
+            result = multiplied(total.flatten(1), how)
+            if how.norm is not None:
+                device_type = result.device.type
+                ctx.is_autocast = torch.is_autocast_enabled(device_type)
+                ctx.autocast_dtype = torch.get_autocast_dtype(device_type)
+                ctx.norm, ctx.tensor_names = norm_with(how.norm, {}), list(norm_tensors(how.norm))
+                result = norm_of(how.norm, result.view(how.shape))
+        kept_mix = mix if how.closed is None else None
+        ctx.save_for_backward(kept_mix, weights, rms, query, score, l2_norm, *sources, *of_norm)
+        return result.view(how.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad):
+        how, num_local, needed = ctx.how, ctx.how.num_local, ctx.needs_input_grad
+        mix, weights, rms, query, score, l2_norm, *tensors = ctx.saved_tensors
+        sources, of_norm = tensors[:num_local], tensors[num_local:]
+        if how.closed is not None:
+            node, place = how.closed
+            mix = ReadClosed.mix_again(node, place)
+        values = [by_head(source, ctx.num_heads) for source in sources]
+        total = merged_again(how, mix, weights, values).reshape(-1, how.shape[-1])
+        if rms is not None:
+            grad, *grads_of_norm = rms_norm_backward(grad, total, of_norm[0], rms, needed[-1])
+        elif how.norm is not None:
+            grad, *grads_of_norm = _norm_backward(ctx, grad, multiplied(total, how), of_norm)
+        else:
+            grads_of_norm = []
+        grad = grad.to(total.dtype).reshape(-1, ctx.num_heads, how.shape[-1] // ctx.num_heads)
+        grad = grad if how.factor == 1 or rms is not None else grad * how.factor
+        needs_values = needed[len(needed) - len(of_norm) - num_local : len(needed) - len(of_norm)]
+        grad_mix, grad_state, of_scores, of_values = merge_backward(
+            how, grad, mix, weights, values, ctx.has_mix and needed[1], needs_values
+        )
+        grad_query = None
+        if query is not None:
+            arguments = query, values[-1], score, l2_norm, of_scores.pop(), of_values[-1]
+            grad_query = score_backward(*arguments, needs_query=needed[3])
+        grads_of_sources = [
+            None if of_value is None else of_value.reshape(source.shape).to(source.dtype)
+            for of_value, source in zip(of_values, sources)
+        ]
+        return None, grad_mix, grad_state, grad_query, *of_scores, *grads_of_sources, *grads_of_norm
+
+
+def score_of(query: torch.Tensor, values: torch.Tensor, eps_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The score of one source for one query, `[tokens, heads]`, and the L2 norm of its keys, `[tokens, 1]`."""
+    l2_norm = key_l2_norm(values.flatten(1), eps_norm)
+    if torch.compiler.is_compiling():  # which cannot fuse a product of matrices with what is around it
+        return (values * query.view(values.shape[1:])).sum(-1) / l2_norm, l2_norm
+    with exactly(values):
+        products = torch.bmm(values.transpose(0, 1), query.view(*values.shape[1:], 1))
+    return products.squeeze(-1).T / l2_norm, l2_norm
+
+
+def score_backward(query, values, score, l2_norm, grad, grad_values, needs_query: bool) -> torch.Tensor | None:
+    """The gradient of the query; that of the source is added to `grad_values`, if there is one. See `Scores`."""
+    to_query = grad / l2_norm
+    if grad_values is not None:
+        grad_values.addcmul_(to_query.unsqueeze(-1), query.view(values.shape[1:]))
+        through_norm = (to_query * score).sum(-1, keepdim=True) / l2_norm
+        grad_values.addcmul_(through_norm.unsqueeze(-1), values, value=-1)
+    if not needs_query:
+        return None
+    with exactly(values):
+        return torch.bmm(to_query.T.unsqueeze(1), values.transpose(0, 1)).view(query.shape)
+
+
+def merged_again(how: Merge, mix, weights, values) -> torch.Tensor:
+    """As of `merged`, by its weights."""
+    if not values:
+        return mix
+    if how.weights != "sigmoid" and mix is not None and len(values) == 1:
+        return torch.lerp(mix, values[0], weights)
+    of_source = list(weights.unsqueeze(-2).unbind(-1))
+    if how.weights == "sigmoid" and mix is not None:
+        total = torch.addcmul(mix, of_source.pop(0), values[0])
+        values = values[1:]
+    else:
+        first, *values = values if mix is None else [mix, *values]
+        total = of_source.pop(0) * first
+    for weight, value in zip(of_source, values):
+        total.addcmul_(weight, value)
+    return total
+
+
+def multiplied(total: torch.Tensor, how: Merge) -> torch.Tensor:
+    return (total if how.factor == 1 else total * how.factor).to(how.dtype)
+
+
+# Llama's norm behind a read, in five operations where the module has eight
+
+
+def rms_normed(total: torch.Tensor, weight: torch.Tensor, how: Merge) -> tuple[torch.Tensor, torch.Tensor]:
+    """`[tokens, hidden]` normed, and its rms, `[tokens, 1]`."""
+    rms = key_l2_norm(total, how.eps_norm) * total.shape[-1] ** -0.5
+    return (total / rms).to(how.dtype).mul_(weight), rms
+
+
+def rms_norm_backward(grad, total, weight, rms, needs_weight: bool):
+    """Gradients of `total` and `weight`, from that of what is normed."""
+    grad = grad.reshape(total.shape).to(total.dtype)
+    normed, wide_weight = total / rms, weight.to(total.dtype)
+    product = grad * normed
+    mean = torch.mv(product, wide_weight).unsqueeze(-1).div_(total.shape[-1])
+    grad_total = torch.addcmul(grad * wide_weight, normed, mean, value=-1).div_(rms)
+    return grad_total, product.sum(0).to(weight.dtype) if needs_weight else None
+
+
+def _norm_backward(ctx, grad, read, of_norm):
+    """Gradients of what is read and of the norm's tensors, where the norm is another one."""
+    needed = ctx.needs_input_grad[len(ctx.needs_input_grad) - len(of_norm) :]
+    of_norm = [tensor.detach().requires_grad_(need) for tensor, need in zip(of_norm, needed)]
+    norm = norm_with(ctx.norm, dict(zip(ctx.tensor_names, of_norm)))
+    autocast = maybe_autocast(grad.device.type, dtype=ctx.autocast_dtype, enabled=ctx.is_autocast)
+    with torch.enable_grad(), autocast:
+        read = read.view(ctx.how.shape).detach().requires_grad_()
+        normed = norm_of(norm, read)
+    inputs = (read, *(tensor for tensor in of_norm if tensor.requires_grad))
+    of_read, *grads = torch.autograd.grad(normed, inputs, grad, allow_unused=True)
+    return of_read, *(grads.pop(0) if need else None for need in needed)

@@ -12,26 +12,9 @@ from torch import nn
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 
+from .autograd import key_l2_norm
 from .backends import kernels_for, use_kernels
 from .norms import norm_of, rms_norm_parameters
-
-
-def key_l2_norm(wide_values: torch.Tensor, eps_norm: torch.Tensor) -> torch.Tensor:
-    """The L2 norm by which keys are divided: `sqrt(hidden) * rms` over the last dimension, with the epsilon in it.
-
-    Args:
-        wide_values: `[..., hidden]`.
-        eps_norm: the norm of values whose squares are `eps`: `sqrt(hidden * eps)`.
-
-    Returns:
-        `[..., 1]`.
-
-    Two operations, where `inverse_rms` is five: what a step of decoding costs is the number of operations.
-    """
-    norm = torch.linalg.vector_norm(wide_values, dim=-1, keepdim=True)
-    if torch.compiler.is_compiling():  # or exporting: ONNX has no `hypot`
-        return (norm.square() + eps_norm.square()).sqrt()
-    return torch.hypot(norm, eps_norm)
 
 
 def l2_norm_of_one_token(wide_vector: torch.Tensor, eps_norm: float) -> float:

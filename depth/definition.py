@@ -9,6 +9,11 @@ from collections.abc import Sequence
 import torch
 
 
+def num_sources(site: int, block_size: int) -> int:
+    """Number of sources read at `site`: the embedding, the closed blocks and, inside a block, the partial sum."""
+    return 1 + -(-site // block_size)
+
+
 def depth_attention_reference(
     query: torch.Tensor, sources: list[torch.Tensor], eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -46,9 +51,16 @@ def read_by_definition(
     """
     scores = [scores_by_definition(query, source, eps, num_heads) for source in sources]
     of_source = weights_by_definition(torch.stack(scores, dim=-1), weights)
-    values = torch.stack([source.unflatten(-1, (num_heads, -1)) for source in sources], dim=-2)
-    mix = (of_source.unsqueeze(-1) * values).sum(-2).flatten(-2)
-    return mix.to(sources[0].dtype), of_source
+    return mix_by_definition(of_source, sources), of_source
+
+
+def mix_by_definition(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
+    """The sum of sources, `[batch, seq, hidden]` each, by weights `[batch, seq, (heads,) sources]`."""
+    is_by_head = weights.ndim > sources[0].ndim
+    num_heads = weights.shape[-2] if is_by_head else 1
+    values = torch.stack([source.unflatten(-1, (num_heads, -1)) for source in sources], dim=-2).to(weights.dtype)
+    of_source = weights if is_by_head else weights.unsqueeze(-2)
+    return (of_source.unsqueeze(-1) * values).sum(-2).flatten(-2).to(sources[0].dtype)
 
 
 def weights_by_definition(scores: torch.Tensor, weights: str) -> torch.Tensor:

@@ -15,14 +15,13 @@ from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 
-from .attention import head_scores, mix_and_norm, source_scores
-from .autograd import TokenScores, by_head, inverse_rms
-from .backends import uses_definition
-from .block_cache import BlockCache, key_l2_norm
-from .definition import scores_by_definition, weights_by_definition
+from .autograd import TokenScores, by_head, dot, key_l2_norm
+from .block_cache import BlockCache
+from .definition import scores_by_definition
 from .norms import norm_of
 from .reads import WEIGHTS, ReadConfig
 from .stream import DepthStream, register_stream
+from .two_phases import Reader
 
 
 @register_stream
@@ -44,9 +43,6 @@ class VariantStream(DepthStream):
             new.outputs = () if new.partial is None else (*self.outputs, output)
         return new
 
-    def prepare_reads(self):
-        self._scores_of_blocks()
-
     @property
     def open_tensors(self) -> tuple[torch.Tensor, ...]:
         # `super().open_tensors` cannot be compiled: torch.compile does not look up properties there
@@ -57,45 +53,6 @@ class VariantStream(DepthStream):
         if self.read_config.open_block == "each":
             return self.outputs
         return () if self.partial is None else (self.partial,)
-
-    @property
-    def sources(self) -> tuple[torch.Tensor, ...]:
-        return *self.blocks, *self.open_sources
-
-    def _is_one_source(self) -> bool:
-        return self.read_config.weights == "softmax" and super()._is_one_source()
-
-    def _factor(self) -> int:
-        num_sources = len(self.blocks) + len(self.open_sources)
-        return WEIGHTS[self.read_config.weights].factor(num_sources) if self.scale_by_sources else 1
-
-    def _score(self, queries: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        if self.read_config.num_heads == 1:
-            return source_scores(queries, source, self.eps)
-        return head_scores(queries, source, self.eps, self.read_config.num_heads)
-
-    def _scores(self) -> list[torch.Tensor]:
-        """Of every source for this site, each `[batch, seq, (heads)]`."""
-        query = self.queries[self.site : self.site + 1]
-        return [*self._scores_of_blocks(), *(self._score(query, source)[..., 0] for source in self.open_sources)]
-
-    def _read_sources(self, norm: nn.Module | None) -> torch.Tensor:
-        scores = torch.stack(self._scores(), dim=-1)
-        masked = None if self.recorder is None else self.recorder.masked_at(self.site, len(self.sources))
-        if masked is not None:
-            scores[..., masked] = -torch.inf
-        if uses_definition():
-            weights = weights_by_definition(scores, self.read_config.weights)
-        else:
-            weights = WEIGHTS[self.read_config.weights].of_scores(scores)
-        if self.recorder is not None:
-            self.recorder.weights[self.site] = self.recorder.by_token(weights, 1 + (self.read_config.num_heads > 1))
-        return mix_and_norm(weights * self._factor() if self.scale_by_sources else weights, self.sources, norm)
-
-    # The block cache
-
-    def _start(self, cache: Any):
-        cache.start(self.queries, self.newest, self.block_size, self.eps, self.read_config)
 
     def _read_cached(self, cache: Any, norm: nn.Module | None) -> torch.Tensor:
         return cache.read(self.site, self.open_sources, norm, self._factor())
@@ -140,7 +97,7 @@ class InputDependentStream(VariantStream):
 
     def __post_init__(self):
         super().__post_init__()
-        self.inverse_rms: tuple[torch.Tensor, ...] = ()  # of the blocks, kept from read to read
+        self.l2_norms: tuple[torch.Tensor, ...] = ()  # of the blocks' keys, kept from read to read
 
     def _query(self) -> torch.Tensor:
         """The query of every token at this site, `[batch, seq, hidden]`."""
@@ -151,25 +108,33 @@ class InputDependentStream(VariantStream):
                 query = F.linear(query, projection)
             return torch.addcmul(self.queries[self.site], query, gamma)
 
-    def prepare_reads(self):
-        self._inverse_rms_of_blocks()
-
-    def _inverse_rms_of_blocks(self) -> tuple[torch.Tensor, ...]:
-        with torch.no_grad():  # `TokenScores` knows its derivative
-            new = (inverse_rms(block, self.eps) for block in self.blocks[len(self.inverse_rms) :])
-            self.inverse_rms = *self.inverse_rms, *new
-            return self.inverse_rms
-
     def _scores(self) -> list[torch.Tensor]:
         query, num_heads = self._query(), self.read_config.num_heads
-        if uses_definition():
-            scores = [scores_by_definition(query, source, self.eps, num_heads) for source in self.sources]
-        else:
-            with torch.no_grad():
-                of_open = (inverse_rms(source, self.eps) for source in self.open_sources)
-                inv_rms = *self._inverse_rms_of_blocks(), *of_open
-            scores = [TokenScores.apply(query, *of_source, num_heads) for of_source in zip(self.sources, inv_rms)]
+        scores = [scores_by_definition(query, source, self.eps, num_heads) for source in self.sources]
         return [of_source.squeeze(-1) for of_source in scores] if num_heads == 1 else scores
+
+    def _read_in_two_phases(self, norm: nn.Module | None) -> torch.Tensor:
+        """All sources at once: a query that sees the input is not known before the sublayers in front have run."""
+        reader = Reader(self.newest, self.read_config.num_heads, self.read_config.weights)
+        return reader.merge(self._token_scores(), self.sources, norm, self._factor())
+
+    def _token_scores(self) -> list[torch.Tensor]:
+        """Of every source, `[tokens, heads]`."""
+        query, num_heads = self._query() * self.shape[-1] ** 0.5, self.read_config.num_heads
+        if torch.compiler.is_compiling():  # autograd is to know of the norms
+            l2_norms = [self._l2_norm(source) for source in self.sources]
+            return [
+                dot(by_head(query, num_heads), by_head(source, num_heads)).squeeze(-1) / l2_norm
+                for source, l2_norm in zip(self.sources, l2_norms)
+            ]
+        with torch.no_grad():  # `TokenScores` knows their derivatives
+            self.l2_norms = *self.l2_norms, *map(self._l2_norm, self.blocks[len(self.l2_norms) :])
+            l2_norms = [*self.l2_norms, *map(self._l2_norm, self.open_sources)]
+        return [TokenScores.apply(query, *of_source, num_heads) for of_source in zip(self.sources, l2_norms)]
+
+    def _l2_norm(self, source: torch.Tensor) -> torch.Tensor:
+        eps_norm = self.queries.new_full((), (self.shape[-1] * self.eps) ** 0.5)
+        return key_l2_norm(by_head(source, 1).squeeze(1), eps_norm)
 
     def _read_cached(self, cache: Any, norm: nn.Module | None) -> torch.Tensor:
         return cache.read(self.site, self.open_sources, norm, self._factor(), self._query())
@@ -253,7 +218,10 @@ class VariantBlockCache(BlockCache):
         self.values[:, self.num_closed].copy_(self._rows(wide_block))
         if self.read_config.query == "learned":
             with maybe_autocast(device_type=block.device.type, enabled=False):
-                heads, queries = by_head([wide_block, self.queries[self.open_from :]], self.num_heads)
+                heads, queries = (
+                    tensor.unflatten(-1, (self.num_heads, -1))
+                    for tensor in (wide_block, self.queries[self.open_from :])
+                )
                 scores = torch.einsum("...hd,shd->...hs", heads, queries) / l2_norm
             self.scores[:, self.num_closed, self.open_from :] = scores.reshape(self.values.shape[0], -1)
         else:

@@ -21,12 +21,14 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .attention import depth_weights, has_kernel, mix_and_norm, read_and_norm, source_scores
 from .backends import backend_of
 from .block_cache import BlockCache
+from .definition import mix_by_definition, scores_by_definition, weights_by_definition
 from .kernels import fused_read
 from .norms import norm_of
+from .reads import WEIGHTS, ReadConfig
 from .tensor_like import TensorLike
+from .two_phases import Chunk, end_of_chunk
 
 
 @dataclass
@@ -92,13 +94,15 @@ class DepthStream(TensorLike):
     scale_by_sources: bool = False
     pending_dtype: torch.dtype | None = None
     recorder: DepthRecorder | None = None
+    read_config = ReadConfig()  # the paper's read; others are read by a `VariantStream`
 
     def __post_init__(self):
         # Kept from read to read, and computed again where only the fields have come along
         self.mix: torch.Tensor | None = None
-        # For each block the first site that it was scored for, and its scores from there on
-        self.scores: tuple[tuple[int, tuple[torch.Tensor, ...]], ...] = ()
-        self.scored_until: int | None = None  # up to which site blocks are scored at once; `None`: all
+        self.chunk: Chunk | None = None
+        # Whether only the fields have come along, as they do into each checkpointed layer: then its sites, up to
+        # `read_until`, are the only ones that can share phase 1
+        self.is_rebuilt, self.read_until = True, None
         # Its memory may also hold later blocks, written by a stream that has gone further
         self.cache: BlockCache | None = None
         self.cache_pass, self.is_cached = 0, False
@@ -129,17 +133,7 @@ class DepthStream(TensorLike):
             blocks = *self.blocks, cache.append(partial)
             return self.copy_with(blocks=blocks, partial=None, site=site, pending_dtype=pending_dtype, is_cached=True)
         blocks = *self.blocks, partial
-        new = self.copy_with(blocks=blocks, partial=None, site=site, pending_dtype=pending_dtype, is_cached=False)
-        # Now rather than at a read, which may run inside a checkpointed layer, where the same has to be done again
-        last = len(self.queries) if self.scored_until is None else self.scored_until
-        if site < last:
-            new.prepare_reads()
-        return new
-
-    def prepare_reads(self):
-        """What is done once when a block closes, and not at every read."""
-        if backend_of(self.newest) != "fla":
-            self._scores_of_blocks()
+        return self.copy_with(blocks=blocks, partial=None, site=site, pending_dtype=pending_dtype, is_cached=False)
 
     # Reading
 
@@ -148,8 +142,13 @@ class DepthStream(TensorLike):
         return self.blocks[-1] if self.partial is None else self.partial
 
     @property
+    def open_sources(self) -> tuple[torch.Tensor, ...]:
+        """Those of the open block."""
+        return () if self.partial is None else (self.partial,)
+
+    @property
     def sources(self) -> tuple[torch.Tensor, ...]:
-        return self.blocks if self.partial is None else (*self.blocks, self.partial)
+        return *self.blocks, *self.open_sources
 
     @property
     def open_tensors(self) -> tuple[torch.Tensor, ...]:
@@ -180,50 +179,60 @@ class DepthStream(TensorLike):
 
     def _is_one_source(self) -> bool:
         """Whether there is nothing to mix: the softmax over one source is 1."""
-        return len(self.blocks) == 1 and self.partial is None
+        return len(self.blocks) == 1 and self.partial is None and self.read_config.weights == "softmax"
 
     def _factor(self) -> int:
-        return len(self.sources) if self.scale_by_sources else 1
+        if not self.scale_by_sources:
+            return 1
+        return WEIGHTS[self.read_config.weights].factor(len(self.blocks) + len(self.open_sources))
 
     def _read_cached(self, cache: BlockCache, norm: nn.Module | None) -> torch.Tensor:
         return cache.read(self.site, self.partial, norm, self._factor())
 
     def _read_sources(self, norm: nn.Module | None) -> torch.Tensor:
-        if self.recorder is None and backend_of(self.newest) == "fla":
+        backend = backend_of(self.newest)
+        if self.recorder is not None or backend == "reference":
+            return self._read_by_definition(norm)
+        if backend == "fla" and self.read_config == ReadConfig():
             mix = fused_read(self.queries[self.site], self.sources, self.eps) * self._factor()
             return mix if norm is None else norm_of(norm, mix)
-        scores = self._scores_of_blocks()
-        masked = None if self.recorder is None else self.recorder.masked_at(self.site, len(self.sources))
-        if self.recorder is None and self.partial is not None and has_kernel(norm, self.partial):
-            query = self.queries[self.site]
-            return read_and_norm(query, self.sources, scores, self.eps, norm, self._factor())[0]
-        if self.partial is not None:
-            query = self.queries[self.site : self.site + 1]
-            scores.append(source_scores(query, self.partial, self.eps)[..., 0])
-        weights = depth_weights(scores, masked)
-        if self.recorder is not None:
-            self.recorder.weights[self.site] = self.recorder.by_token(weights)
-        return mix_and_norm(weights * len(scores) if self.scale_by_sources else weights, self.sources, norm)
+        return self._read_in_two_phases(norm)
 
-    def _scores_of_blocks(self) -> list[torch.Tensor]:
-        """Of every closed block for this site, `[batch, seq]`: a block is scored for all later sites at once."""
-        scores, end = self.scores, self.scored_until
-        if end is not None and self.site >= end:
-            scores, end = (), None
-        if torch.is_grad_enabled():  # for which scores made under `no_grad` are of no use, such as a recorder's
-            wanted = [self.queries.requires_grad or block.requires_grad for block in self.blocks]
-            if any(of_block and not columns[0].requires_grad for of_block, (_, columns) in zip(wanted, scores)):
-                scores = ()
-        for block in self.blocks[len(scores) :]:
-            # A tensor for each site: slices, taken where they are read, would have gradients as large as the whole
-            columns = self._score(self.queries[self.site : end], block).unbind(-1)
-            scores = (*scores, (self.site, columns))
-        self.scores, self.scored_until = scores, end
-        return [columns[self.site - first] for first, columns in scores]
+    def _read_in_two_phases(self, norm: nn.Module | None) -> torch.Tensor:
+        chunk = self.chunk
+        if chunk is None or not chunk.has(self.site, len(self.blocks)):
+            chunk = self.chunk = self._start_chunk(chunk)
+        closed_since, open_sources = self.blocks[chunk.num_closed :], self.open_sources
+        num_lasting = len(closed_since) + (len(open_sources) if self.read_config.open_block == "each" else 0)
+        return chunk.read(self.site, (*closed_since, *open_sources), num_lasting, norm, self._factor())
 
-    def _score(self, queries: torch.Tensor, source: torch.Tensor) -> torch.Tensor:
-        """Scores of a source for the queries of some sites, `[batch, seq, sites]`."""
-        return source_scores(queries, source, self.eps)
+    def _start_chunk(self, before: Chunk | None) -> Chunk:
+        end = end_of_chunk(self.site, self.block_size, len(self.queries))
+        if self.read_until is not None and self.site < self.read_until:
+            end = min(end, self.read_until)
+        queries, read_config = self.queries[self.site : end], self.read_config
+        return Chunk(
+            (self.site, end), queries, self.blocks, self.eps, read_config.num_heads, read_config.weights, before
+        )
+
+    def _read_by_definition(self, norm: nn.Module | None) -> torch.Tensor:
+        """In plain operations, with weights that are recorded."""
+        sources, recorder = self.sources, self.recorder
+        scores = torch.stack(self._scores(), dim=-1)
+        masked = None if recorder is None else recorder.masked_at(self.site, len(sources))
+        if masked is not None:
+            scores[..., masked] = -torch.inf
+        weights = weights_by_definition(scores, self.read_config.weights)
+        if recorder is not None:
+            recorder.weights[self.site] = recorder.by_token(weights, weights.ndim - self.newest.ndim + 1)
+        mix = mix_by_definition(weights * self._factor() if self.scale_by_sources else weights, sources)
+        return mix if norm is None else norm_of(norm, mix)
+
+    def _scores(self) -> list[torch.Tensor]:
+        """Of every source for this site, each `[batch, seq]`, or `[batch, seq, heads]` of several heads."""
+        query, num_heads = self.queries[self.site], self.read_config.num_heads
+        scores = [scores_by_definition(query, source, self.eps, num_heads) for source in self.sources]
+        return [of_source.squeeze(-1) for of_source in scores] if num_heads == 1 else scores
 
     # The block cache
 
@@ -233,15 +242,12 @@ class DepthStream(TensorLike):
         Raises:
             RuntimeError: at a later read, if the cache has been given to another forward pass in the meantime.
         """
-        self._start(cache)
+        cache.start(self.queries, self.newest, self.block_size, self.eps, self.read_config)
         blocks = tuple(cache.append(block) for block in self.blocks)
         new = self.copy_with(blocks=blocks, is_cached=True, cache=cache, cache_pass=cache.num_passes)
         if self.site == 0 and self._is_one_source():
             new.mix = self.newest  # not the copy, which the next forward pass overwrites
         return new
-
-    def _start(self, cache: BlockCache):
-        cache.start(self.queries, self.newest, self.block_size, self.eps)
 
     def _usable_cache(self, source: torch.Tensor) -> BlockCache | None:
         """The block cache, if it holds the blocks of this stream and not those of one that has gone further.
@@ -287,19 +293,15 @@ class DepthStream(TensorLike):
         self.check_memory()
         if self.partial is not None:
             return self.copy_with(partial=function(self.partial))
-        new = replace(self, blocks=(*self.blocks[:-1], function(self.blocks[-1])))
-        new.scored_until = self.scored_until
-        if self.cache is not None:  # another one, as a stream that was kept may still read from this one
-            return new.keep_in(type(self.cache)())
-        if new.scored_until is None or new.site < new.scored_until:
-            new.prepare_reads()
-        return new
+        new = self._replaced(blocks=(*self.blocks[:-1], function(self.blocks[-1])))
+        # In another one, as a stream that was kept may still read from this one
+        return new if self.cache is None else new.keep_in(type(self.cache)())
 
     def on_sources(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DepthStream":
         """The stream with a function on every source: one that is linear and keeps the hidden dimension."""
         self.check_memory()
         partial = None if self.partial is None else function(self.partial)
-        new = replace(self, blocks=tuple(function(block) for block in self.blocks), partial=partial)
+        new = self._replaced(blocks=tuple(function(block) for block in self.blocks), partial=partial)
         new.cache, new.cache_pass = self.cache, self.cache_pass  # the function may have returned views
         return new
 
@@ -312,15 +314,20 @@ class DepthStream(TensorLike):
                 return value.to(device, non_blocking=non_blocking)
             return tuple(map(move, value)) if isinstance(value, tuple) else value
 
-        new = replace(self, **{of_stream.name: move(getattr(self, of_stream.name)) for of_stream in fields(self)})
-        new.scored_until = self.scored_until
+        new = self._replaced(**{of_stream.name: move(getattr(self, of_stream.name)) for of_stream in fields(self)})
         return new if self.cache is None else new.keep_in(type(self.cache)())
 
     def with_recorder(self, recorder: DepthRecorder) -> "DepthStream":
         """The stream with a recorder, and so without a block cache."""
         self.check_memory()
         recorder.tokens = self.shape[:-1]
-        return replace(self, recorder=recorder)
+        return self._replaced(recorder=recorder)
+
+    def _replaced(self, **fields) -> "DepthStream":
+        """The stream with other sources, of which nothing has been computed yet."""
+        new = replace(self, **fields)
+        new.is_rebuilt, new.read_until = self.is_rebuilt, self.read_until
+        return new
 
 
 def register_stream(cls: type[DepthStream]) -> type[DepthStream]:
@@ -345,7 +352,7 @@ def checkpoint_stream(checkpoint: Callable, function: Callable, *args):
         inner = tensors[: len(given)]
         if stream is not None:
             inner_stream = stream.tree_unflatten(inner, context)
-            inner_stream.scored_until = stream.scored_until
+            inner_stream.read_until = stream.read_until
             tensors = inner_stream, *tensors[len(given) :]
         output = function(*tensors)
         written, *rest = output if isinstance(output, tuple) else (output,)

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from .autograd import SourceScores, WeightedSum
 from .definition import depth_attention_reference
 from .kernels import fused_read, module_of
+from .two_phases import Chunk
 
 
 NOT_INSTALLED, WITHOUT_TRITON = "not installed", "goes with `triton`"
@@ -64,24 +64,25 @@ def check_fused_read(device: torch.device, dtype: torch.dtype):
 
 @torch.inference_mode(False)
 def seconds_of(name: str, device: torch.device, dtype: torch.dtype) -> float:
-    """A read of four sources of 2,048 tokens with 1,024 numbers each."""
+    """A block of four sites that read four sources of 2,048 tokens with 1,024 numbers each."""
     from torch.utils.benchmark import Timer
 
     generator = torch.Generator(device).manual_seed(0)  # of its own, or the trial would change the run it is a part of
     numbers = torch.randn(5, 1, 2048, 1024, device=device, generator=generator).to(dtype).requires_grad_()
-    query = torch.zeros(1024, device=device, requires_grad=True)
+    queries = torch.zeros(4, 1024, device=device, requires_grad=True)
     kernels = module_of("triton") if name == "triton" else None
 
-    def mix(sources: list[torch.Tensor]) -> torch.Tensor:
+    def mixes(sources: list[torch.Tensor]) -> list[torch.Tensor]:
         if name == "fla":
-            return fused_read(query, sources, 1e-6)
+            return [fused_read(query, sources, 1e-6) for query in queries]
         # Without a question to `backends`, which may be waiting for this answer
-        scores = torch.cat([SourceScores.apply(query[None], source, 1e-6, kernels) for source in sources], dim=-1)
-        return WeightedSum.apply(kernels, torch.softmax(scores, dim=-1), *sources)
+        *closed, partial = sources
+        chunk = Chunk((0, 4), queries, closed, 1e-6, kernels=kernels)
+        return [chunk.read(site, [partial], 0, None, 1) for site in range(4)]
 
     def read():
         *sources, grad = numbers.unbind(0)
-        torch.autograd.grad(mix(sources), [query, numbers], grad)
+        torch.autograd.grad(mixes(sources), [queries, numbers], [grad] * 4)
 
     with torch.enable_grad():
         return Timer("read()", globals={"read": read}).blocked_autorange(min_run_time=0.05).median

@@ -12,7 +12,7 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..base.probe import decoder_layers
 from ..configuration_attnres import AttnResConfig
-from ..depth.attention import mix_and_norm, num_sources
+from ..depth.definition import mix_by_definition, num_sources
 from ..depth.stream import DepthRecorder, DepthStream
 
 
@@ -181,7 +181,7 @@ def _squares_of_reads(trunk: nn.Module, recorder: DepthRecorder) -> Iterator[dic
 
     def read(stream: DepthStream):
         if stream.site in recorder.weights:
-            mix = mix_and_norm(recorder.weights[stream.site], stream.sources, norm=None)
+            mix = mix_by_definition(recorder.weights[stream.site], stream.sources)
             found[stream.site] = mix.double().square().sum().item()
 
     def leave(layer, args, kwargs, output):

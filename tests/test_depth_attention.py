@@ -12,10 +12,10 @@ from torch import nn
 from transformers.models.gemma.modeling_gemma import GemmaRMSNorm
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from attnres.depth.attention import depth_attention, mix_and_norm, num_sources, source_scores
-from attnres.depth.autograd import inverse_rms
-from attnres.depth.block_cache import BlockCache, merge_partial, read_closed
-from attnres.depth.definition import depth_attention_reference
+from attnres.depth.autograd import Scores
+from attnres.depth.block_cache import BlockCache
+from attnres.depth.definition import depth_attention_reference, num_sources
+from attnres.depth.two_phases import Chunk, end_of_chunk
 
 
 EPS = 1e-6
@@ -38,39 +38,56 @@ def definition(query, *sources):
     return depth_attention_reference(query, sources, EPS)[0]
 
 
+def in_two_phases(local, query, *sources, norm=None, factor=1):
+    """The mix of a read by the second of three sites, of which the last sources are not closed.
+
+    Args:
+        local: how many, or -1: one that later sites read as well.
+    """
+    num_closed = max(1, len(sources) - abs(local))
+    chunk = Chunk((4, 7), torch.stack([query.flip(0), query, 1 - query]), sources[:num_closed], EPS)
+    of_site = sources[num_closed:]
+    num_lasting = len(of_site) if local < 0 else max(0, len(of_site) - 1)
+    return chunk.read(5, of_site, num_lasting, norm, factor)
+
+
 def times(factor, dtype, *inputs):
     return (factor * definition(*inputs)).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("local", [-1, 0, 1, 4])
 @pytest.mark.parametrize("count", [1, 2, 5, 9])
 @pytest.mark.parametrize("scale", [0.0, 0.5, 30.0])
-def test_read_matches_definition(count, dtype, scale):
+def test_read_matches_definition(count, local, dtype, scale):
     wide = torch.promote_types(dtype, torch.float32)
     query = (torch.randn(7, dtype=wide, generator=torch.Generator().manual_seed(1)) * scale).requires_grad_()
     sources = [source.requires_grad_() for source in random_sources(count, dtype)]
     grad_mix = torch.randn(3, 5, 7, dtype=torch.float64).to(dtype)
-    grad_weights = torch.randn(3, 5, count, dtype=wide)
 
-    def run(read, grad_mix, grad_weights, query, *sources):
-        mix, weights = read(query, sources, EPS)
-        grads = torch.autograd.grad((mix, weights), (query, *sources), (grad_mix, grad_weights))
+    def run(read, grad_mix, query, *sources):
+        mix = read(query, *sources)
+        grads = torch.autograd.grad(mix, (query, *sources), grad_mix)
         assert [grad.dtype for grad in grads] == [query.dtype, *(source.dtype for source in sources)]
         # The gradient as one vector: where a softmax is nearly one source, parts of it are differences of large terms
-        return mix.to(dtype), weights, torch.cat([grad.to(dtype).flatten() for grad in grads])
+        return mix.to(dtype), torch.cat([grad.to(dtype).flatten() for grad in grads])
 
-    inputs = (grad_mix, grad_weights, query, *sources)
-    expected = UpToRounding(functools.partial(run, depth_attention_reference), *widened(*inputs))
-    expected.check(run(depth_attention, *inputs))
+    inputs = (grad_mix, query, *sources)
+    expected = UpToRounding(functools.partial(run, definition), *widened(*inputs))
+    expected.check(run(functools.partial(in_two_phases, local), *inputs))
 
 
-def test_gradients_are_those_of_finite_differences():
-    query, sources = (
-        torch.randn(4, dtype=torch.float64, requires_grad=True),
-        random_sources(3, torch.float64, (1, 2, 4)),
-    )
-    inputs = [source.requires_grad_() for source in sources]
-    assert torch.autograd.gradcheck(lambda query, *values: depth_attention(query, values, EPS), (query, *inputs))
+@pytest.mark.parametrize("local", [-1, 0, 1, 2])
+def test_gradients_are_those_of_finite_differences(local):
+    query = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    inputs = [source.requires_grad_() for source in random_sources(3, torch.float64, (1, 2, 4))]
+    assert torch.autograd.gradcheck(functools.partial(in_two_phases, local), (query, *inputs))
+
+
+@pytest.mark.parametrize("block_size, ends", [(1, [8, 11, 17, 17]), (3, [6, 9, 15, 17]), (6, [6, 6, 12, 17]), (40, 4 * [17])])
+def test_ends_of_chunks(block_size, ends):
+    """With a block, or with the last of a few short ones; and never behind the last site."""
+    assert [end_of_chunk(site, block_size, 17) for site in (0, 3, 9, 16)] == ends
 
 
 @pytest.mark.one_in(4)
@@ -162,7 +179,7 @@ def test_norm_of_one_token_does_not_raise(scale, eps):
 
 def test_no_tokens():
     sources, queries = random_sources(3, torch.float32, shape=(0, 5, 7)), torch.randn(3, 7)
-    assert depth_attention(queries[2], sources, EPS)[0].shape == (0, 5, 7)
+    assert in_two_phases(1, queries[2], *sources).shape == (0, 5, 7)
     cache = BlockCache()
     cache.start(queries, sources[0], 2, EPS)
     assert [cache.append(sources[0]).shape, cache.read(0, None).shape] == 2 * [(0, 5, 7)]
@@ -170,42 +187,19 @@ def test_no_tokens():
     assert [cache.append(sources[2]).shape, cache.read(2, None).shape] == 2 * [(0, 5, 7)]
 
 
-def test_two_phases_have_the_gradients_of_one_read():
-    query = torch.randn(2, 7, dtype=torch.float64, requires_grad=True)
-    *closed, partial = (source.flatten(0, 1).requires_grad_() for source in random_sources(4, torch.float64))
-    grad = torch.randn_like(partial)
-
-    def in_two_phases(query, *sources):
-        *closed, partial = sources
-        values = torch.stack(closed, dim=1)
-        mix, negative_lse = read_closed(values, (values @ query.mT * inverse_rms(values, EPS)).mT)
-        shift = torch.tensor((7 * EPS) ** 0.5, dtype=torch.float64)
-        return merge_partial(query[1] * 7**0.5, partial, mix[:, 1], negative_lse[:, 1, None], shift)
-
-    def run(read, *inputs):
-        mix = read(*inputs)
-        return mix, torch.autograd.grad(mix, inputs, grad)
-
-    inputs = (query, *closed, partial)
-    in_one = UpToRounding(
-        lambda query, *sources: run(lambda query, *s: definition(query[1], *s), query, *sources), *inputs
-    )
-    in_one.check(run(in_two_phases, *inputs))
-
-
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_token_stays_alone(bad):
     sources = random_sources(3, torch.float32)
     sources[1][1, 2] = bad
     query = torch.randn(4, 7)
-    mix, weights = depth_attention(query[2], sources, EPS)
+    with_closed, with_local = (in_two_phases(local, query[2], *sources) for local in (1, 2))
     cache = BlockCache()
     cache.start(query, sources[0], 2, EPS)
     cache.append(sources[0])
     as_partial = cache.read(1, sources[1])
     cache.append(sources[1])
     as_closing, as_closed = cache.read(2, None), cache.read(3, sources[2])
-    for result in (mix, weights, as_partial, as_closing, as_closed):
+    for result in (with_closed, with_local, as_partial, as_closing, as_closed):
         is_bad = ~torch.isfinite(result).all(-1)
         assert is_bad[1, 2] and is_bad.sum() == 1
 
@@ -213,9 +207,9 @@ def test_a_bad_token_stays_alone(bad):
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 7)], ids=["tokens", "one token"])
 def test_autocast_leaves_scores_in_fp32(shape):
     sources, query = random_sources(3, torch.float32, shape), torch.randn(7)
-    expected, _ = depth_attention(query, sources, EPS)
+    expected = in_two_phases(1, query, *sources)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        actual, _ = depth_attention(query, sources, EPS)
+        actual = in_two_phases(1, query, *sources)
         cache = BlockCache()
         cache.start(query.expand(4, -1), sources[0], 2, EPS)
         cache.append(sources[0])
@@ -230,52 +224,85 @@ def test_autocast_leaves_scores_in_fp32(shape):
 
 @pytest.mark.parametrize("autocast", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("local", [0, 1, 2])
 @pytest.mark.parametrize("norm", [nn.LayerNorm(7), nn.RMSNorm(7), nn.Sequential(nn.RMSNorm(7), nn.Linear(7, 7))])
-def test_norm_is_computed_again_in_backward(norm, frozen, autocast):
-    """The same numbers as with a norm that autograd keeps tensors for; of the norm only its parameters are kept."""
+def test_norm_is_computed_again_in_backward(norm, local, frozen, autocast):
+    """The same numbers as with a norm that autograd keeps tensors for, and no tensor of the size of a source more."""
     norm = copy.deepcopy(norm).requires_grad_(not frozen)
+    query = torch.randn(7, requires_grad=True)
     sources = [source.requires_grad_() for source in random_sources(3, torch.float32)]
-    weights = torch.softmax(torch.randn(3, 5, 3), dim=-1).requires_grad_()
-    inputs = (weights, *sources, *([] if frozen else norm.parameters()))
+    inputs = (query, *sources, *([] if frozen else norm.parameters()))
     results, saved = [], []
     with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
         with torch.autograd.graph.saved_tensors_hooks(lambda t: saved.append(t) or t, lambda t: t):
-            results.append(mix_and_norm(weights, sources, norm))
-        results.append(norm(mix_and_norm(weights, sources, None)))
+            results.append(in_two_phases(local, query, *sources, norm=norm))
+        results.append(norm(in_two_phases(local, query, *sources)))
     assert torch.equal(*results)
-    own = {id(parameter) for parameter in norm.parameters()}
+    own = {source.data_ptr() for source in sources}
     if not isinstance(norm, nn.Sequential):  # what has submodules is left to autograd
-        assert len([tensor for tensor in saved if id(tensor) not in own]) == 4
+        saved = [tensor for tensor in saved if tensor.shape[-1:] == (7,) and tensor.numel() >= sources[0].numel()]
+        assert saved and {tensor.data_ptr() for tensor in saved} <= own
     grad = torch.randn_like(results[0])
     for a, b in zip(*(torch.autograd.grad(result, inputs, grad) for result in results)):
         assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("factor", [1, 3])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("local", [-1, 0, 1, 2])
+@pytest.mark.parametrize("norm_class", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm])
+def test_reads_with_their_norm(norm_class, local, dtype, factor):
+    """Outputs and all gradients. Llama's norm is computed here, with an epsilon that tells the factor apart."""
+    norm = norm_class(7, eps=0.5).to(dtype)
+    query = torch.randn(7, dtype=torch.promote_types(dtype, torch.float32)).requires_grad_()
+    sources = [source.requires_grad_() for source in random_sources(4, dtype)]
+    with torch.no_grad():
+        norm.weight.normal_()
+    grad = torch.randn(3, 5, 7, dtype=torch.float64).to(dtype)
+
+    def run(read, grad, *inputs):
+        normed = read(*inputs)
+        grads = torch.autograd.grad(normed, (*inputs, *norm.parameters()), grad)
+        return normed.to(dtype), [of_input.to(dtype) for of_input in grads]
+
+    expected = UpToRounding(
+        functools.partial(run, lambda *inputs: norm(times(factor, dtype, *inputs))),
+        *widened(grad, query, *sources),
+        model=norm,
+    )
+    expected.check(run(functools.partial(in_two_phases, local, norm=norm, factor=factor), grad, query, *sources))
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_scores_of_many_sites_are_those_of_each(dtype):
     queries = torch.randn(4, 7, dtype=torch.promote_types(dtype, torch.float32)).requires_grad_()
     (source,) = (source.requires_grad_() for source in random_sources(1, dtype))
-    grad = torch.randn(3, 5, 4, dtype=queries.dtype)
+    grad = torch.randn(15, 4, dtype=queries.dtype)
 
-    def each(queries, source, eps):
-        keys = source.to(queries.dtype) * inverse_rms(source, eps)
+    def each(queries, source):
+        wide = source.to(queries.dtype).flatten(0, 1)
+        keys = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS)
         return torch.stack([(keys * query).sum(-1) for query in queries], dim=-1)
 
+    def fast(queries, source):
+        eps_norm = queries.new_full((), (7 * EPS) ** 0.5)
+        return torch.cat(Scores.apply(queries * 7**0.5, source, eps_norm, 1), dim=-1)
+
     def run(scores_of, queries, source):
-        scores = scores_of(queries, source, EPS)
+        scores = scores_of(queries, source)
         grad_queries, grad_source = torch.autograd.grad(scores, (queries, source), grad)
         assert grad_source.dtype == source.dtype
         return scores, grad_queries, grad_source.to(dtype)
 
     expected = UpToRounding(functools.partial(run, each), *widened(queries, source))
-    expected.check(run(source_scores, queries, source))
+    expected.check(run(fast, queries, source))
 
 
 def test_operator_compiles_without_breaks():
     query = torch.randn(7, requires_grad=True)
     sources = [source.requires_grad_() for source in random_sources(4, torch.float32)]
     torch._dynamo.reset()
-    compiled = torch.compile(lambda q, s: depth_attention(q, s, EPS)[0], fullgraph=True, backend="aot_eager")
+    compiled = torch.compile(lambda q, s: in_two_phases(2, q, *s), fullgraph=True, backend="aot_eager")
     inputs = (query, *sources)
     UpToRounding(lambda q, *s: torch.autograd.grad(definition(q, *s).square().sum(), (q, *s)), *inputs).check(
         torch.autograd.grad(compiled(query, sources).square().sum(), inputs)
@@ -308,8 +335,7 @@ def test_compiled_two_phase_reads(shape, dtype, scale):
 
 
 def test_compiled_read_within_a_block_is_one_kernel():
-    """Without a matrix product, which a compiler cannot fuse with what is around it."""
-    query, partial, mix, negative_lse = (torch.randn(shape) for shape in ((7,), (5, 7), (5, 7), (5, 1)))
+    """Phase 2 without a matrix product, which a compiler cannot fuse with what is around it; phase 1 has two."""
     operations = []
 
     def record(graph, example_inputs):
@@ -317,9 +343,11 @@ def test_compiled_read_within_a_block_is_one_kernel():
         return graph.forward
 
     torch._dynamo.reset()
-    torch.compile(merge_partial, fullgraph=True, backend=record)(query, partial, mix, negative_lse, torch.tensor(1e-3))
+    sources = random_sources(4, torch.float32)
+    with torch.no_grad():
+        torch.compile(in_two_phases, fullgraph=True, backend=record)(1, torch.randn(7), *sources)
     assert any("lerp" in operation for operation in operations)
-    assert not [operation for operation in operations if "matmul" in operation or "mm" in operation]
+    assert len([operation for operation in operations if "matmul" in operation or "mm" in operation]) == 2
 
 
 @pytest.mark.one_in(3)

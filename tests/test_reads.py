@@ -21,7 +21,7 @@ from attnres.base.slices import stack_sources
 from attnres.cli import app
 from attnres.cli.convert import convert as convert_command
 from attnres.conversion import convert, revert
-from attnres.depth.autograd import HeadScores, TokenScores
+from attnres.depth.autograd import Scores, TokenScores, key_l2_norm
 from attnres.depth.choices import READS
 from attnres.depth.definition import depth_attention_reference, read_by_definition, weights_by_definition
 from attnres.depth.other_reads import block_cache_class, start_stream
@@ -143,12 +143,14 @@ def test_functions(fields):
     )
     queries = torch.randn(5, 4 * heads, dtype=torch.float64)
     inputs = (queries.requires_grad_(), source.requires_grad_())
-    assert torch.autograd.gradcheck(lambda q, s: HeadScores.apply(q, s, 1e-2, heads), inputs)
+    eps_norm = torch.tensor(4 * heads * 1e-2, dtype=torch.float64).sqrt()
+    assert torch.autograd.gradcheck(lambda q, s: Scores.apply(q, s, eps_norm, heads), inputs)
 
     def of_tokens(query, source):
         with torch.no_grad():
-            inv_rms = torch.rsqrt(source.square().mean(-1, keepdim=True) + 1e-2)
-        return TokenScores.apply(query, source, inv_rms, heads)
+            l2_norm = key_l2_norm(source.flatten(0, 1), eps_norm)
+        scores = TokenScores.apply(query * (4 * heads) ** 0.5, source, l2_norm, heads)
+        return scores.view(2, 3, heads)
 
     # The norm is a number to the function, and its derivative is in the function's
     query.requires_grad_()

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config, set_seed
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.conversion import convert
 from attnres.data.text import train_tokenizer, windows
-from attnres.depth.attention import depth_weights, mix_and_norm, source_scores
+from attnres.depth.definition import mix_by_definition
 from attnres.depth.norms import norm_of
 from attnres.depth.stream import DepthStream
 from attnres.training.adapters import lora_config, queries_config
@@ -244,13 +244,12 @@ class RecencyBiasedStream(DepthStream):
     """With a constant on the score of the newest source, as others start conversions. No part of the product."""
 
     def read(self, norm=None):
-        query = self.queries[self.site : self.site + 1]
-        scores = [source_scores(query, source, self.eps)[..., 0] for source in self.sources]
+        scores = self._scores()
         scores[-1] = scores[-1] + RECENCY_BIAS
-        weights = depth_weights(scores)
+        weights = torch.softmax(torch.stack(scores, dim=-1), dim=-1)
         if self.recorder is not None:
             self.recorder.weights[self.site] = weights
-        mix = mix_and_norm(weights * len(scores) if self.scale_by_sources else weights, self.sources, norm=None)
+        mix = mix_by_definition(weights * len(scores) if self.scale_by_sources else weights, self.sources)
         if self.pending_dtype is not None:
             mix = mix.to(self.pending_dtype)
         return mix if norm is None else norm_of(norm, mix)

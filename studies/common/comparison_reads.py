@@ -13,22 +13,20 @@ from collections.abc import Sequence
 from itertools import accumulate
 
 import torch
+from torch import nn
+from torch.nn.functional import rms_norm
 from transformers import PreTrainedModel
 
-from attnres.depth.attention import source_scores
-from attnres.depth.autograd import inverse_rms
 from attnres.depth.other_reads import VariantStream
+from attnres.depth.two_phases import Reader
 
 
 class OtherSources(VariantStream):
     """A stream with sources that are made of those of the paper at every read."""
 
-    def prepare_reads(self):
-        pass
-
-    def _scores(self) -> list[torch.Tensor]:
-        query = self.queries[self.site : self.site + 1]
-        return [source_scores(query, source, self.eps)[..., 0] for source in self.sources]
+    def _read_in_two_phases(self, norm: nn.Module | None) -> torch.Tensor:
+        scores = [score.reshape(-1, 1) for score in self._scores()]
+        return Reader(self.newest).merge(scores, self.sources, norm, self._factor())
 
 
 class Static(OtherSources):
@@ -79,7 +77,7 @@ class NormedValues(OtherSources):
 
     @property
     def sources(self) -> tuple[torch.Tensor, ...]:
-        return tuple((source * inverse_rms(source, self.eps)).to(source.dtype) for source in super().sources)
+        return tuple(rms_norm(source, source.shape[-1:], eps=self.eps) for source in super().sources)
 
     def _is_one_source(self) -> bool:
         return False

@@ -25,7 +25,7 @@ from rich.progress import track
 from scipy import stats
 from transformers import AutoModelForCausalLM, TrainerCallback
 
-from attnres.depth.attention import mix_and_norm
+from attnres.depth.definition import mix_by_definition
 from attnres.depth.stream import DepthRecorder
 from attnres.inspection import ablate, measure
 from attnres.inspection.effects import summed_loss
@@ -93,7 +93,7 @@ def sources_and_reads(model, windows: torch.Tensor) -> tuple[list[list[torch.Ten
     for site in range(NUM_SITES):
         blocks = [sum(outputs[i : min(i + block_size, site)]) for i in range(0, site, block_size)]
         sources.append([embedding, *blocks])
-        reads.append(mix_and_norm(recorder.weights[site], sources[-1], norm=None).flatten(0, 1))
+        reads.append(mix_by_definition(recorder.weights[site], sources[-1]).flatten(0, 1))
     return [[s.flatten(0, 1) for s in of_site] for of_site in sources], reads, [o.flatten(0, 1) for o in outputs]
 
 

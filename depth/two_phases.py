@@ -1,0 +1,234 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""Reads of learned queries in two phases: the closed sources of a run of sites once, and then site by site the others.
+
+A run of sites, a *chunk*, begins where the first of them is read. With the sources `v_1 ... v_n` that are closed by
+then and the queries `q_c` of the chunk's sites, phase 1 computes for all of them at once
+
+    s_nc = q_c . v_n / rms(v_n)        lse_c = log sum_n e^{s_nc}        m_c = sum_n e^{s_nc - lse_c} v_n
+
+and phase 2, at each site, merges what has been written since (arXiv 2603.15031, section 4):
+
+    (a_0, a_1, ...) = softmax(lse_c, q_c . v_1 / rms(v_1), ...)          h = a_0 m_c + a_1 v_1 + ...
+
+With heads each has its slice of the hidden dimension, and the RMS is that of all. `softmax1` has one score of zero more
+in `lse`; a sigmoid has no `lse`, and `a_0` is 1.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import nn
+
+from .autograd import (
+    Merge,
+    MergeOpen,
+    ReadClosed,
+    Scores,
+    by_head,
+    by_site,
+    closed_scores,
+    key_l2_norm,
+    merged,
+    multiplied,
+    read_closed,
+    rms_normed,
+    score_of,
+    scores_of,
+    side_by_side,
+    wide_dtype,
+)
+from .norms import norm_of, norm_tensors, rms_norm_parameters
+
+
+# Of Full AttnRes and of short blocks. A longer chunk reads closed sources more rarely, and merges more local ones
+SITES_OF_CHUNK = 8
+
+
+def end_of_chunk(site: int, block_size: int, num_sites: int) -> int:
+    """Where the chunk of a site ends: with its block, or with the last of some short ones."""
+    blocks = max(1, SITES_OF_CHUNK // block_size)
+    return min((site // block_size + blocks) * block_size, num_sites)
+
+
+def in_plain_operations() -> bool:
+    """Whether autograd is to see every operation: where there is none, or a compiler that fuses them by itself."""
+    return torch.compiler.is_compiling() or not torch.is_grad_enabled()
+
+
+@dataclass
+class LocalScores:
+    """The scores of a local source for all sites of a chunk."""
+
+    source: torch.Tensor
+    by_site: Sequence[torch.Tensor]
+    with_grad: bool
+
+
+class Reader:
+    """Phase 2, for sources of one kind.
+
+    Args:
+        like: has the shape, dtype and device of every source, `[batch, seq, hidden]`.
+        num_heads, weights: as of `ReadConfig`.
+    """
+
+    def __init__(self, like: torch.Tensor, num_heads: int = 1, weights: str = "softmax"):
+        self.like, self.num_heads, self.weights = like, num_heads, weights
+        self.eps_norms: dict[float, torch.Tensor] = {}
+
+    def eps_norm_of(self, eps: float) -> torch.Tensor:
+        """What `key_l2_norm` takes for an epsilon."""
+        if eps not in self.eps_norms:
+            eps_norm = (self.like.shape[-1] * eps) ** 0.5
+            self.eps_norms[eps] = self.like.new_full((), eps_norm, dtype=wide_dtype(self.like.dtype))
+        return self.eps_norms[eps]
+
+    def merge(
+        self,
+        scores: Sequence[torch.Tensor],
+        sources: Sequence[torch.Tensor],
+        norm: nn.Module | None,
+        factor: int,
+        mix: torch.Tensor | None = None,
+        state: torch.Tensor | None = None,
+        closed: tuple[Any, int] | None = None,
+        query: torch.Tensor | None = None,
+        key_eps_norm: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """The mix of all sources, `[batch, seq, hidden]`, times a factor, and the norm behind it.
+
+        Args:
+            scores: of the sources that are not closed, each `[tokens, heads]`; with a query of the last one there is
+                none.
+            sources: these, each `[batch, seq, hidden]`.
+            mix, state: of the sources that are closed, if there are some; `closed`: what they are computed from again.
+        """
+        shape, dtype = self.like.shape, self.like.dtype
+        how = Merge(len(sources), self.weights, shape, dtype, factor, closed, key_eps_norm)
+        parameters = rms_norm_parameters(norm, dtype)
+        if in_plain_operations():
+            values = [by_head(source, self.num_heads) for source in sources]
+            if query is not None:
+                scores = [*scores, score_of(query, values[-1], key_eps_norm)[0]]
+            total = merged(how, mix, state, scores, values)[0].flatten(1)
+            if parameters is not None and not torch.compiler.is_compiling():
+                weight, eps = parameters
+                how.eps_norm = self.eps_norm_of(eps / factor**2)
+                return rms_normed(total, weight, how)[0].view(shape)
+            total = multiplied(total, how).view(shape)
+            return total if norm is None else norm_of(norm, total)
+        if not sources and norm is None and factor == 1:
+            return mix.reshape(shape).to(dtype)
+        if norm is not None and norm._modules:
+            # What is in submodules, such as those of `torch.nn.utils.parametrize`, is not among the norm's tensors
+            return norm_of(norm, MergeOpen.apply(how, mix, state, query, *scores, *sources))
+        of_norm: Sequence[torch.Tensor] = ()
+        if parameters is not None:
+            weight, eps = parameters
+            how.eps_norm, of_norm = self.eps_norm_of(eps / factor**2), (weight,)
+        elif norm is not None:
+            how.norm, of_norm = norm, tuple(norm_tensors(norm).values())
+        return MergeOpen.apply(how, mix, state, query, *scores, *sources, *of_norm)
+
+
+class Chunk(Reader):
+    """The sites that share phase 1 in one forward pass, and what has been computed for them.
+
+    Args:
+        sites: the first one, and the one after the last.
+        queries: folded queries of these, `[sites, hidden]`.
+        blocks: the closed sources, each `[batch, seq, hidden]`.
+        eps: epsilon of the key RMSNorm.
+        num_heads, weights: as of `ReadConfig`.
+        before: the chunk before this one in the same stream, whose sources are the first of these.
+        kernels: a module of kernels to run in place of torch's operations.
+    """
+
+    def __init__(
+        self,
+        sites: tuple[int, int],
+        queries: torch.Tensor,
+        blocks: Sequence[torch.Tensor],
+        eps: float,
+        num_heads: int = 1,
+        weights: str = "softmax",
+        before: "Chunk | None" = None,
+        kernels: ModuleType | None = None,
+    ):
+        super().__init__(blocks[0], num_heads, weights)
+        self.first, self.end = sites
+        self.num_closed, self.with_grad = len(blocks), torch.is_grad_enabled()
+        self.queries = queries.to(wide_dtype(self.like.dtype)) * self.like.shape[-1] ** 0.5
+        self.rows = self.queries.unbind(0)
+        self.local: list[LocalScores] = []  # of sources that later sites of the chunk read as well
+        if before is not None and before.with_grad != self.with_grad:
+            before = None
+        if before is not None:
+            self.eps_norms = before.eps_norms
+        self.eps_norm = self.eps_norm_of(eps)
+        self._put_side_by_side(blocks, before)
+        self.node = None
+        if in_plain_operations():
+            scores = closed_scores(self.queries, self.values, self.l2_norms)
+            mixes, states = by_site(*read_closed(self.values, scores, weights))
+        else:
+            found = ReadClosed.apply(self.queries, self.values, self.l2_norms, weights, *blocks)
+            mixes, states = found[: len(queries)], found[len(queries) :]
+            self.node = mixes[0].grad_fn
+        self.mixes, self.states = mixes, states or (None,) * len(queries)
+
+    def _put_side_by_side(self, blocks: Sequence[torch.Tensor], before: "Chunk | None"):
+        """The closed sources in one tensor, and the L2 norms of their keys, `[tokens, sources]`."""
+        known = 0 if before is None else before.num_closed
+        if known == len(blocks):
+            self.values, self.l2_norms = before.values, before.l2_norms
+            return
+        self.values = side_by_side(blocks[known:], self.num_heads, before.values if known else None)
+        if torch.compiler.is_compiling():
+            self.l2_norms = l2_norms_of(self.values, self.eps_norm)
+            return
+        with torch.no_grad():  # `ReadClosed` knows their derivatives
+            new = l2_norms_of(self.values[:, :, known:], self.eps_norm)
+            self.l2_norms = torch.cat([before.l2_norms, new], dim=1) if known else new
+
+    def has(self, site: int, num_closed: int) -> bool:
+        """Whether a site, before which so many sources are closed, is one of these."""
+        is_one = self.first <= site < self.end and num_closed >= self.num_closed
+        return is_one and (self.with_grad or not torch.is_grad_enabled())
+
+    def read(
+        self, site: int, local: Sequence[torch.Tensor], num_lasting: int, norm: nn.Module | None, factor: int
+    ) -> torch.Tensor:
+        """Phase 2: the mix of a site, `[batch, seq, hidden]`, times a factor, and the norm behind it.
+
+        Args:
+            local: the sources since the chunk began, each `[batch, seq, hidden]`.
+            num_lasting: the number of those that later sites of the chunk may read as well: all, or all but the last.
+        """
+        place = site - self.first
+        closed = None if self.node is None else (self.node, place)
+        of_closed = self.mixes[place], self.states[place], closed
+        if local and (num_lasting < len(local) or site + 1 == self.end):
+            scores = [self._scores(source)[place] for source in local[:-1]]
+            return self.merge(scores, local, norm, factor, *of_closed, self.rows[place], self.eps_norm)
+        return self.merge([self._scores(source)[place] for source in local], local, norm, factor, *of_closed)
+
+    def _scores(self, source: torch.Tensor) -> Sequence[torch.Tensor]:
+        for known in self.local:
+            # By the tensor itself, as streams that share a chunk may have been written to in different ways since
+            if known.source is source and known.with_grad >= torch.is_grad_enabled():
+                return known.by_site
+        if in_plain_operations():
+            found = scores_of(self.queries, source, self.eps_norm, self.num_heads)[0].transpose(0, 1).unbind(-1)
+        else:
+            found = Scores.apply(self.queries, source, self.eps_norm, self.num_heads)
+        self.local.append(LocalScores(source, found, torch.is_grad_enabled()))
+        return found
+
+
+def l2_norms_of(values: torch.Tensor, eps_norm: torch.Tensor) -> torch.Tensor:
+    """Those of the keys of sources side by side, `[tokens, sources]`."""
+    return key_l2_norm(values.permute(1, 2, 0, 3).flatten(2), eps_norm).squeeze(-1)
