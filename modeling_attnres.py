@@ -41,7 +41,8 @@ from .base.probe import decoder_layers
 from .base.slices import AttnResSliceMixin, carry_streams, rules_of_stage
 from .configuration_attnres import REMOTE_CODE_AUTO_MAP, AttnResConfig
 from .depth.backends import uses_definition
-from .depth.other_reads import block_cache_class, start_stream
+from .depth.block_cache import BlockCache
+from .depth.other_reads import start_stream
 from .depth.queries import AttnResDepthQueries, fold_queries
 from .depth.stream import DepthRecorder, DepthStream, checkpoint_stream
 
@@ -344,10 +345,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         stream.is_rebuilt = False
         if torch.is_grad_enabled() or recorder is not None or uses_definition():
             return stream
-        # A compiled graph plans its own memory
-        reuse = kv_cache is not None and not torch.compiler.is_compiling()
-        cache_class = block_cache_class(read_config)
-        return stream.keep_in(cache_class.beside(kv_cache) if reuse else cache_class())
+        return stream.keep_in(BlockCache() if kv_cache is None else BlockCache.beside(kv_cache))
 
     def fold_queries(self) -> tuple[torch.Tensor, ...]:
         """What the forward of the depth queries gives, `[sites, hidden]` first."""

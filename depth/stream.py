@@ -187,7 +187,7 @@ class DepthStream(TensorLike):
         return WEIGHTS[self.read_config.weights].factor(len(self.blocks) + len(self.open_sources))
 
     def _read_cached(self, cache: BlockCache, norm: nn.Module | None) -> torch.Tensor:
-        return cache.read(self.site, self.partial, norm, self._factor())
+        return cache.read(self.site, self.open_sources, norm, self._factor())
 
     def _read_sources(self, norm: nn.Module | None) -> torch.Tensor:
         backend = backend_of(self.newest)
@@ -242,6 +242,8 @@ class DepthStream(TensorLike):
         Raises:
             RuntimeError: at a later read, if the cache has been given to another forward pass in the meantime.
         """
+        if torch.compiler.is_compiling():  # a compiled graph plans its own memory
+            return self
         cache.start(self.queries, self.newest, self.block_size, self.eps, self.read_config)
         blocks = tuple(cache.append(block) for block in self.blocks)
         new = self.copy_with(blocks=blocks, is_cached=True, cache=cache, cache_pass=cache.num_passes)
@@ -295,7 +297,7 @@ class DepthStream(TensorLike):
             return self.copy_with(partial=function(self.partial))
         new = self._replaced(blocks=(*self.blocks[:-1], function(self.blocks[-1])))
         # In another one, as a stream that was kept may still read from this one
-        return new if self.cache is None else new.keep_in(type(self.cache)())
+        return new if self.cache is None else new.keep_in(BlockCache())
 
     def on_sources(self, function: Callable[[torch.Tensor], torch.Tensor]) -> "DepthStream":
         """The stream with a function on every source: one that is linear and keeps the hidden dimension."""
@@ -315,7 +317,7 @@ class DepthStream(TensorLike):
             return tuple(map(move, value)) if isinstance(value, tuple) else value
 
         new = self._replaced(**{of_stream.name: move(getattr(self, of_stream.name)) for of_stream in fields(self)})
-        return new if self.cache is None else new.keep_in(type(self.cache)())
+        return new if self.cache is None else new.keep_in(BlockCache())
 
     def with_recorder(self, recorder: DepthRecorder) -> "DepthStream":
         """The stream with a recorder, and so without a block cache."""

@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from attnres.depth.autograd import Scores
 from attnres.depth.block_cache import BlockCache
 from attnres.depth.definition import depth_attention_reference, num_sources
+from attnres.depth.stream import DepthStream
 from attnres.depth.two_phases import Chunk, end_of_chunk
 
 
@@ -110,7 +111,7 @@ def test_block_cache_matches_definition(shape, block_size, dtype):
             for factor in (1, len(sources)):
                 read_times = functools.partial(times, factor, dtype)
                 expected = UpToRounding(read_times, *widened(queries[site], *sources))
-                reads.append((cache.read(site, partial, factor=factor), expected))
+                reads.append((cache.read(site, () if partial is None else (partial,), factor=factor), expected))
             if site == 8:
                 break
             partial = outputs[site + 1] if partial is None else partial + outputs[site + 1]
@@ -139,7 +140,7 @@ def test_block_cache_norms_what_it_has_multiplied(shape, norm_class, dtype):
             mixes = UpToRounding(
                 lambda *inputs: norm(times(5, dtype, *inputs)), *widened(queries[site], *sources), model=norm
             )
-            mixes.check(cache.read(site, None if site == 2 else partial, norm, factor=5))
+            mixes.check(cache.read(site, () if site == 2 else (partial,), norm, factor=5))
 
 
 @pytest.mark.parametrize("scale", [0.0, 3.0, 1e3, -1e3, float("inf"), float("nan")])
@@ -154,10 +155,10 @@ def test_one_token_is_as_several(scale, eps):
         cache, several = BlockCache(), [source.expand(1, count, 7) for source in sources]
         cache.start(queries, several[0], 3, eps)
         cache.append(several[0])
-        mixes = [cache.read(site, several[site]) for site in (1, 2)]
-        mixes.append(cache.read(2, several[1] + several[2], factor=2))
+        mixes = [cache.read(site, (several[site],)) for site in (1, 2)]
+        mixes.append(cache.read(2, (several[1] + several[2],), factor=2))
         cache.append(several[2])
-        mixes.append(cache.read(3, None))
+        mixes.append(cache.read(3))
         return [(mix[:, 0].nan_to_num(), mix[:, 0].isnan().float()) for mix in mixes]
 
     of_one = reads(1, queries, *sources)
@@ -172,7 +173,7 @@ def test_norm_of_one_token_does_not_raise(scale, eps):
     cache = BlockCache()
     cache.start(torch.zeros(2, 7), source, 2, EPS)
     cache.append(source)
-    read = cache.read(0, None, norm)
+    read = cache.read(0, (), norm)
     if eps or scale >= 1:  # the norm of nothing at no epsilon is 0 / 0
         torch.testing.assert_close(read, norm(source), equal_nan=True)
 
@@ -182,9 +183,9 @@ def test_no_tokens():
     assert in_two_phases(1, queries[2], *sources).shape == (0, 5, 7)
     cache = BlockCache()
     cache.start(queries, sources[0], 2, EPS)
-    assert [cache.append(sources[0]).shape, cache.read(0, None).shape] == 2 * [(0, 5, 7)]
-    assert cache.read(1, sources[1]).shape == (0, 5, 7)
-    assert [cache.append(sources[2]).shape, cache.read(2, None).shape] == 2 * [(0, 5, 7)]
+    assert [cache.append(sources[0]).shape, cache.read(0).shape] == 2 * [(0, 5, 7)]
+    assert cache.read(1, (sources[1],)).shape == (0, 5, 7)
+    assert [cache.append(sources[2]).shape, cache.read(2).shape] == 2 * [(0, 5, 7)]
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
@@ -196,9 +197,9 @@ def test_a_bad_token_stays_alone(bad):
     cache = BlockCache()
     cache.start(query, sources[0], 2, EPS)
     cache.append(sources[0])
-    as_partial = cache.read(1, sources[1])
+    as_partial = cache.read(1, (sources[1],))
     cache.append(sources[1])
-    as_closing, as_closed = cache.read(2, None), cache.read(3, sources[2])
+    as_closing, as_closed = cache.read(2), cache.read(3, (sources[2],))
     for result in (with_closed, with_local, as_partial, as_closing, as_closed):
         is_bad = ~torch.isfinite(result).all(-1)
         assert is_bad[1, 2] and is_bad.sum() == 1
@@ -213,9 +214,9 @@ def test_autocast_leaves_scores_in_fp32(shape):
         cache = BlockCache()
         cache.start(query.expand(4, -1), sources[0], 2, EPS)
         cache.append(sources[0])
-        of_one_closed = cache.read(1, sources[1])
+        of_one_closed = cache.read(1, (sources[1],))
         cache.append(sources[1])
-        closed, merged = cache.read(2, None), cache.read(3, sources[2])
+        closed, merged = cache.read(2), cache.read(3, (sources[2],))
     assert torch.equal(actual, expected)
     UpToRounding(definition, query, *sources[:2]).check(of_one_closed)
     UpToRounding(definition, query, *sources[:2]).check(closed)
@@ -318,18 +319,21 @@ def test_compiled_two_phase_reads(shape, dtype, scale):
     queries = scale * torch.randn(4, shape[-1], generator=torch.Generator().manual_seed(1)).to(
         torch.promote_types(dtype, torch.float32)
     )
-    sources = random_sources(3, dtype, shape)
+    sources = random_sources(4, dtype, shape)
 
-    def read(queries, *sources):
-        cache = BlockCache()
-        cache.start(queries, sources[0], 2, EPS)
-        for source in sources[:-1]:
-            cache.append(source)
-        return cache.read(3, sources[-1])
+    def read(queries, embedding, *outputs):
+        stream = DepthStream(queries, (embedding,), block_size=2, eps=EPS).keep_in(BlockCache())
+        for output in outputs:
+            stream = stream + output
+        return stream.read()
 
     torch._dynamo.reset()
     compiled = torch.compile(read, fullgraph=True, backend="aot_eager")
-    expected = UpToRounding(lambda q, *s: definition(q[3], *s).to(dtype), *widened(queries, *sources))
+
+    def by_definition(queries, embedding, first, second, third):
+        return definition(queries[3], embedding, first + second, third).to(dtype)
+
+    expected = UpToRounding(by_definition, *widened(queries, *sources))
     with torch.no_grad():
         expected.check(compiled(queries, *sources))
 

@@ -20,7 +20,7 @@ from attnres import BlockCache, DepthRecorder, DepthStream
 from attnres.base.classes import ReadingNorm, combined_class
 from attnres.base.slices import stack_sources
 from attnres.depth.definition import depth_attention_reference
-from attnres.depth.other_reads import VariantBlockCache, VariantStream
+from attnres.depth.other_reads import VariantStream
 from attnres.depth.reads import ReadConfig
 from attnres.depth.stream import checkpoint_stream
 
@@ -728,7 +728,7 @@ def started(queries, tensor, block_size: int, each: bool, cached: bool):
         stream = VariantStream(
             queries, (tensor,), block_size=block_size, scale_by_sources=True, read_config=ReadConfig(open_block="each")
         )
-        return stream.keep_in(VariantBlockCache()) if cached else stream
+        return stream.keep_in(BlockCache()) if cached else stream
     stream = DepthStream(queries, (tensor,), block_size=block_size, scale_by_sources=True)
     return stream.keep_in(BlockCache()) if cached else stream
 

@@ -24,7 +24,8 @@ from attnres.conversion import convert, revert
 from attnres.depth.autograd import Scores, TokenScores, key_l2_norm
 from attnres.depth.choices import READS
 from attnres.depth.definition import depth_attention_reference, read_by_definition, weights_by_definition
-from attnres.depth.other_reads import block_cache_class, start_stream
+from attnres.depth.block_cache import BlockCache
+from attnres.depth.other_reads import start_stream
 from attnres.depth.reads import WEIGHTS, ReadConfig
 
 
@@ -695,7 +696,7 @@ def test_sources_and_queries_of_any_size(weights, scale, input_ids):
                 ReadConfig.of(config), [queries], (embedding,), block_size=3, eps=1e-6, scale_by_sources=True
             )
             with torch.no_grad():
-                stream = stream.keep_in(block_cache_class(ReadConfig.of(config))()) if cached else stream
+                stream = stream.keep_in(BlockCache()) if cached else stream
                 for output in outputs:
                     stream = stream.write(output)
                 results.append(stream.read())
