@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The reads over depth in two phases as Triton kernels, see `attnres.set_backend`.
 
-Phase 1 reads the closed sources once for all sites of a chunk, phase 2 merges what has been written since at each site.
+Phase 1 reads the closed sources once for all sites of a chunk, phase 2 merges at each what has been written since.
 Every kernel computes in fp32, from sources in whatever dtype they have. The sources of a training step are tensors of
 their own, so a kernel is given a table of their addresses. Nothing is added up in an order that depends on the run.
 
@@ -20,40 +20,30 @@ import triton.language as tl
 MOST_PROGRAMS = 1024
 
 
-def tile_of(hidden_size: int, num_heads: int) -> dict[str, int]:
-    heads, width = triton.next_power_of_2(num_heads), triton.next_power_of_2(hidden_size // num_heads)
-    return {"HEADS": heads, "WIDTH": width}
+# Numbers to a program that fit the registers of a multiprocessor, with what else it holds: of the queries and mixes of
+# a group of sites, of the gradients of their mixes alone, and of some columns of queries and both gradients
+MOST_OF_FORWARD, MOST_OF_SCORES, MOST_OF_COLUMNS = 16384, 32768, 4096
 
 
 def row_shape(hidden_size: int, num_heads: int) -> dict[str, int]:
     """One program holds a whole row of the hidden dimension."""
-    tile = tile_of(hidden_size, num_heads)
-    return tile | {"num_warps": min(16, max(1, tile["HEADS"] * tile["WIDTH"] // 256))}
+    heads, width = triton.next_power_of_2(num_heads), triton.next_power_of_2(hidden_size // num_heads)
+    return {"HEADS": heads, "WIDTH": width, "num_warps": min(16, max(1, heads * width // 256))}
 
 
 def sites_shape(num_sites: int, hidden_size: int, num_heads: int, most: int) -> dict[str, int]:
-    """One program holds whole rows of as many sites as make up `most` numbers."""
-    tile = tile_of(hidden_size, num_heads)
-    row = tile["HEADS"] * tile["WIDTH"]
+    """One program holds whole rows of a group of sites."""
+    shape = row_shape(hidden_size, num_heads)
+    row = shape["HEADS"] * shape["WIDTH"]
     sites = min(triton.next_power_of_2(num_sites), max(1, most // row))
-    return tile | {"SITES": sites, "num_warps": min(16, max(1, sites * row // 1024))}
-
-
-def forward_shape(num_sites: int, hidden_size: int, num_heads: int) -> dict[str, int]:
-    """Queries and mixes of a group of sites fit the registers of a multiprocessor."""
-    return sites_shape(num_sites, hidden_size, num_heads, most=16384)
-
-
-def scores_shape(num_sites: int, hidden_size: int, num_heads: int) -> dict[str, int]:
-    """Gradients of the mixes of a group of sites do."""
-    return sites_shape(num_sites, hidden_size, num_heads, most=32768)
+    return shape | {"SITES": sites, "num_warps": min(16, max(1, sites * row // 1024))}
 
 
 def columns_shape(num_sites: int, hidden_size: int, num_heads: int) -> dict[str, int]:
-    """All sites, and as many columns of one head as there is room for."""
-    sites, width = triton.next_power_of_2(num_sites), tile_of(hidden_size, num_heads)["WIDTH"]
-    block = min(width, max(16, 4096 // sites))
-    return {"SITES": sites, "BLOCK": block, "num_warps": max(1, sites * block // 1024)}
+    """One program holds some columns of one head, of all sites."""
+    sites = triton.next_power_of_2(num_sites)
+    block = min(row_shape(hidden_size, num_heads)["WIDTH"], max(16, MOST_OF_COLUMNS // sites))
+    return {"SITES": sites, "BLOCK": block, "num_warps": min(16, max(1, sites * block // 1024))}
 
 
 def programs_over(num_tokens: int, parts: int = 1) -> tuple[int, int]:
@@ -93,6 +83,10 @@ def addresses(tensors: Sequence[torch.Tensor | None], device: torch.device) -> t
     # Out of pinned memory, as any other copy would wait for all that the GPU has still to do
     table = torch.tensor(pointers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
+
+
+def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 @triton.jit
@@ -191,8 +185,11 @@ def read_closed(
     (num_sites, hidden_size), (*shape, _), num_sources = queries.shape, sources[0].shape, len(sources)
     mixes = queries.new_empty(num_sites, *shape, hidden_size, dtype=torch.float32)
     states = None if weights == "sigmoid" else mixes.new_empty(num_sites, *shape, num_heads)
-    scores, inverse_rms = mixes.new_empty(*shape, num_sources, num_sites, num_heads), mixes.new_empty(*shape, num_sources)
-    options = forward_shape(num_sites, hidden_size, num_heads)
+    scores, inverse_rms = (
+        mixes.new_empty(*shape, num_sources, num_sites, num_heads),
+        mixes.new_empty(*shape, num_sources),
+    )
+    options = sites_shape(num_sites, hidden_size, num_heads, MOST_OF_FORWARD)
     groups, num_tokens = triton.cdiv(num_sites, options["SITES"]), len(rows[0])
     num_programs, per_program = programs_over(num_tokens, groups)
     if mixes.numel():
@@ -211,7 +208,7 @@ def closed_scores_backward_kernel(
     num_sources, num_sites, num_heads, width,
     WEIGHTS: tl.constexpr, SOURCES: tl.constexpr, SITES: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """The gradients of the scores of a token: by how much its sources are in those of the queries and of themselves."""
+    """The gradients of a token's scores: by how much its sources are in those of the queries and of themselves."""
     token = tl.program_id(0).to(tl.int64)
     hidden_size = num_heads * width
     columns, inside = columns_of(num_heads, width, HEADS, WIDTH)
@@ -334,7 +331,7 @@ def read_closed_backward(
             closed_scores_backward_kernel, (num_tokens,),
             table, rows[0], states, scores, inverse_rms, to_queries, to_sources, num_tokens, token_stride,
             num_sources, num_sites, num_heads, width, WEIGHTS=weights, SOURCES=triton.next_power_of_2(num_sources),
-            **scores_shape(num_sites, hidden_size, num_heads),
+            **sites_shape(num_sites, hidden_size, num_heads, MOST_OF_SCORES),
         )  # fmt: skip
         launch(
             read_closed_backward_kernel, (num_heads * blocks, num_programs),
@@ -434,7 +431,7 @@ def merge(
 
     Args:
         query: folded query of the site, `[hidden]`, or one for each token, `[..., hidden]`.
-        mix, state: results of phase 1 at this site, `[..., hidden]` and `[..., heads]`, or `None` if nothing is closed.
+        mix, state: results of phase 1 at this site, `[..., hidden]` and `[..., heads]`, or `None` of nothing.
         sources: the local ones, each `[..., hidden]`. May be none if something is closed.
         dtype: of the result.
         norm_weight, norm_eps: of Llama's RMSNorm.
@@ -449,8 +446,8 @@ def merge(
     if result.numel():
         launch(
             merge_kernel, (result.numel() // hidden_size,),
-            query.contiguous(), mix if mix is None else mix.contiguous(), state if state is None else state.contiguous(),
-            addresses(rows, query.device), rows[0] if rows else mix, norm_weight, result,
+            *contiguous(query, mix, state), addresses(rows, query.device), rows[0] if rows else mix,
+            *contiguous(norm_weight), result,
             eps, norm_eps / factor**2, float(factor), 0 if query.ndim == 1 else hidden_size, token_stride,
             len(rows), num_heads, hidden_size // num_heads,
             HAS_MIX=mix is not None, HAS_NORM=norm_weight is not None, WEIGHTS=weights,
@@ -459,7 +456,9 @@ def merge(
     return result
 
 
-def local_of(mix: torch.Tensor | None, sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int, torch.Tensor]:
+def local_of(
+    mix: torch.Tensor | None, sources: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], int, torch.Tensor]:
     """As `rows_of`, where there may be none, and a tensor of the shape of the result."""
     if not sources and mix is None:
         raise ValueError("There is nothing to merge: no mix of closed sources, and no local source.")
@@ -559,8 +558,8 @@ def merge_backward(
     """Gradients of `merge`, from its arguments and that of its result, which is of the dtype of the result.
 
     Returns:
-        Those of query, mix, state and norm weight, each in fp32 and of the shape of what it is of, or `None` where that
-        is, and of every local source in its dtype.
+        Those of query, mix, state and norm weight, each in fp32 and of the shape of what it is of, or `None` where
+        that is, and of every local source in its dtype.
     """
     rows, token_stride, like = local_of(mix, sources)
     grad_sources = [source.new_empty(source.shape) for source in sources]
@@ -574,9 +573,8 @@ def merge_backward(
     if num_tokens:
         launch(
             merge_backward_kernel, (num_programs,),
-            grad.contiguous(), query.contiguous(), mix if mix is None else mix.contiguous(),
-            state if state is None else state.contiguous(), addresses([*rows, *grad_sources], query.device),
-            rows[0] if rows else mix, norm_weight, grad_queries, grad_mix, grad_state, of_norm,
+            *contiguous(grad, query, mix, state), addresses([*rows, *grad_sources], query.device),
+            rows[0] if rows else mix, *contiguous(norm_weight), grad_queries, grad_mix, grad_state, of_norm,
             eps, norm_eps / factor**2, float(factor), num_tokens, per_program, token_stride,
             len(rows), num_heads, hidden_size // num_heads,
             QUERY_OF_TOKEN=of_token, HAS_MIX=mix is not None, HAS_NORM=norm_weight is not None, WEIGHTS=weights,
@@ -584,3 +582,62 @@ def merge_backward(
         )  # fmt: skip
     grad_query = grad_queries if of_token else grad_queries.sum(0)
     return grad_query, grad_mix, grad_state, None if of_norm is None else of_norm.sum(0), grad_sources
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def try_on(device: torch.device, dtype: torch.dtype):
+    """Run every kernel on a few numbers.
+
+    Raises:
+        ArithmeticError: if one computes something else than its definition.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+
+    # 2 tokens, 3 closed sources, 2 local ones, 2 sites, and a hidden size that is no power of 2
+    queries, mix, state, norm_weight = random(2, 96) / 10, random(2, 96), random(2, 1), random(96, dtype=dtype)
+    closed, local = list(random(3, 2, 96, dtype=dtype)), list(random(2, 2, 96, dtype=dtype))
+    grad_mixes, grad_states, grad = random(2, 2, 96), random(2, 2, 1), random(2, 96, dtype=dtype)
+
+    mixes, states, *saved = read_closed(queries, closed, 1.0)
+    grad_queries, grad_closed = read_closed_backward([*grad_mixes], [*grad_states], queries, closed, states, *saved)
+    arguments, of_norm = (queries[0], mix, state, local), (norm_weight, 1.0, 3)
+    grads = merge_backward(grad, *arguments, 1.0, *of_norm)
+    actual = {
+        "read_closed": [mixes, states],
+        "read_closed_backward": [grad_queries, *grad_closed],
+        "merge": [merge(*arguments, dtype, 1.0, *of_norm)],
+        "merge_backward": [*grads[:-1], *grads[-1]],
+    }
+
+    def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.double().requires_grad_() for tensor in tensors]
+
+    def normed(rows: torch.Tensor, eps: float = 1.0) -> torch.Tensor:
+        return rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+    queries, *closed = of_closed = leaves(queries, *closed)
+    values = torch.stack(closed, dim=1)
+    scores = (normed(values) @ queries.mT).mT  # [tokens, sites, sources]
+    outputs = [(scores.softmax(-1) @ values).transpose(0, 1), scores.logsumexp(-1, keepdim=True).transpose(0, 1)]
+    query, mix, state, norm_weight, *local = of_merge = leaves(queries[0].detach(), mix, state, norm_weight, *local)
+    values = torch.stack(local, dim=1)
+    merge_weights = torch.cat([state, normed(values) @ query], dim=-1).softmax(-1)
+    merged_mix = 3 * (merge_weights[:, None] @ torch.cat([mix[:, None], values], dim=1))[:, 0]
+    result = normed(merged_mix) * norm_weight
+    expected = {
+        "read_closed": outputs,
+        "read_closed_backward": torch.autograd.grad(outputs, of_closed, [grad_mixes.double(), grad_states.double()]),
+        "merge": [result],
+        "merge_backward": torch.autograd.grad(result, of_merge, grad.double()),
+    }
+    # in fp32 sums of 96 products, in a half precision the rounding of the result and of what it is made of
+    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
+    for name, results in actual.items():
+        for tensor, definition in zip(results, expected[name], strict=True):
+            error = (tensor.detach().double() - definition).abs().max() / definition.abs().max()
+            if not error <= tolerance:
+                raise ArithmeticError(f"`{name}` is off by {error:.1e}")
