@@ -10,6 +10,9 @@ import torch
 if importlib.util.find_spec("triton") is None:
     pytest.skip("Triton is not installed", allow_module_level=True)
 
+import triton
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
 from attnres.depth import triton_kernels as kernels
 
 
@@ -34,6 +37,25 @@ def small(monkeypatch):
     monkeypatch.setattr(kernels, "MOST_OF_FORWARD", 2048)
     monkeypatch.setattr(kernels, "MOST_OF_SCORES", 4096)
     monkeypatch.setattr(kernels, "MOST_OF_COLUMNS", 1024)
+
+
+def unit(dtype):
+    """What rounding does, as a part of a number. Triton's interpreter cuts bf16 off, where GPUs round to the nearest."""
+    cuts_off = dtype == torch.bfloat16 and not isinstance(kernels.merge_kernel, triton.JITFunction)
+    return torch.finfo(dtype).eps * (1 if cuts_off else 0.5)
+
+
+class Rounding(torch.autograd.Function):
+    """What rounding to a dtype may do to a tensor, and in backward to its gradient: every number a bit up or down."""
+
+    @staticmethod
+    def forward(ctx, tensor, generator, dtype):
+        ctx.arguments = generator, dtype
+        return tensor * (1 + unit(dtype) * (2 * torch.randint(0, 2, tensor.shape, generator=generator) - 1))
+
+    @staticmethod
+    def backward(ctx, grad):
+        return Rounding.apply(grad, *ctx.arguments), None, None
 
 
 def leaf(tensor):
@@ -69,7 +91,7 @@ def read_closed(queries, sources, num_heads, kind):
     return torch.stack(mixes), torch.stack(states) if states else None, torch.stack(scores).movedim((1, 0), (-3, -2))
 
 
-def merge(query, mix, state, sources, norm_weight, factor, num_heads, kind):
+def merge(query, mix, state, sources, norm_weight, factor, num_heads, kind, rounded=lambda tensor: tensor):
     scores = [scores_of(query, source, num_heads) for source in sources]
     if kind == "sigmoid":
         weights = [score.sigmoid() for score in scores]
@@ -84,17 +106,18 @@ def merge(query, mix, state, sources, norm_weight, factor, num_heads, kind):
     read = factor * weighted(weights, sources)
     if norm_weight is None:
         return read
-    return read * (read.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt() * norm_weight
+    read = rounded(read)
+    return rounded(read * (read.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()) * norm_weight
 
 
-def check(actual, expected, roundings=1):
-    """Beside the largest number: the sums of fp32, and each rounding to the dtype of the result by half a unit."""
+def check(actual, expected, others=()):
+    """Up to the sums in fp32, the rounding of the result, and what the rounding within does in other draws of it."""
     assert actual.shape == expected.shape
-    eps = torch.finfo(actual.dtype).eps
-    tolerance = SUMS + (0 if actual.dtype == torch.float32 else roundings * eps / 2)
     if actual.numel():
-        # Where all is zero by definition, what cancels is of the size of one
-        assert (actual - expected).abs().max() <= tolerance * expected.abs().max() + 1e-9
+        tolerance = SUMS + (0 if actual.dtype == torch.float32 else unit(actual.dtype))
+        spread = max(((other - expected).abs().max() for other in others), default=0)
+        # What is zero by definition cancels exactly
+        assert (actual - expected).abs().max() <= tolerance * expected.abs().max() + 2 * spread + 1e-12
 
 
 def check_closed(queries, sources, num_heads, kind, grad_mixes, grad_states):
@@ -180,40 +203,30 @@ def test_large_scores(random):
 
 def check_merge(query, mix, state, sources, dtype, norm_weight, factor, num_heads, kind, grad):
     """Phase 2, forward and backward."""
+    generator = torch.Generator().manual_seed(1)
+
+    def by_definition(rounded):
+        leaves = [leaf(tensor) for tensor in (query, mix, state, norm_weight, *sources)]
+        result = merge(*leaves[:3], leaves[4:], leaves[3], factor, num_heads, kind, rounded)
+        wanted = [tensor for tensor in leaves if tensor is not None]
+        if not grad.numel():
+            return [result, *map(torch.zeros_like, wanted)]
+        grads = torch.autograd.grad(result, wanted, grad.double(), allow_unused=True, materialize_grads=True)
+        return [result.detach(), *grads]
+
+    expected = by_definition(lambda tensor: tensor)
+    others = [by_definition(lambda tensor: Rounding.apply(tensor, generator, dtype)) for _ in range(4)]
+
     options = {"norm_weight": norm_weight, "norm_eps": NORM_EPS, "factor": factor, "num_heads": num_heads}
-    wide_query, wide_mix, wide_state, wide_norm_weight = map(leaf, (query, mix, state, norm_weight))
-    wide_sources = [leaf(source) for source in sources]
-    expected = merge(wide_query, wide_mix, wide_state, wide_sources, wide_norm_weight, factor, num_heads, kind)
-    actual = kernels.merge(query, mix, state, sources, dtype, EPS, weights=kind, **options)
-    assert actual.dtype == dtype
-    # With a norm the merge is rounded, what it is normed to, and the result
-    check(actual, expected, roundings=1 if norm_weight is None else 3)
-
-    leaves = [wide_query, wide_mix, wide_state, wide_norm_weight]
-    wanted = [tensor for tensor in (*leaves, *wide_sources) if tensor is not None]
-    expected = list(
-        torch.autograd.grad(expected, wanted, grad.double(), allow_unused=True, materialize_grads=True)
-        if grad.numel()
-        else map(torch.zeros_like, wanted)
-    )
-    *actual, grad_sources = kernels.merge_backward(grad, query, mix, state, sources, EPS, weights=kind, **options)
-    for tensor, of_tensor in zip((query, mix, state, norm_weight), actual, strict=True):
-        assert (of_tensor is None) == (tensor is None)
-        if tensor is not None:
-            assert of_tensor.dtype == torch.float32
-            check_grad(of_tensor, expected.pop(0), norm_weight, dtype)
-    for source, of_source in zip(sources, grad_sources, strict=True):
-        assert of_source.dtype == source.dtype
-        check_grad(of_source, expected.pop(0), norm_weight, dtype)
-    assert not expected
-
-
-def check_grad(actual, expected, norm_weight, dtype):
-    """Through a norm, the gradients of its weight's product and of the merge are rounded as well, and twice the merge."""
-    if norm_weight is None or dtype == torch.float32:
-        check(actual, expected)
-    else:
-        check(actual.to(dtype), expected, roundings=6)
+    result = kernels.merge(query, mix, state, sources, dtype, EPS, weights=kind, **options)
+    assert result.dtype == dtype
+    *grads, grad_sources = kernels.merge_backward(grad, query, mix, state, sources, EPS, weights=kind, **options)
+    for tensor, of_tensor in zip((query, mix, state, norm_weight), grads, strict=True):
+        assert (of_tensor is None) == (tensor is None) and (tensor is None or of_tensor.dtype == torch.float32)
+    assert all(of_source.dtype == source.dtype for source, of_source in zip(sources, grad_sources, strict=True))
+    results = [result, *(of_tensor for of_tensor in grads if of_tensor is not None), *grad_sources]
+    for actual, *definitions in zip(results, expected, *others, strict=True):
+        check(actual, definitions[0], definitions[1:])
 
 
 MERGED = [
@@ -235,25 +248,22 @@ def test_merge(hidden_size, num_heads, local, dtype, kind, factor, has_norm, mod
     check_merge(query, mix, state, sources, dtype, norm_weight, factor, num_heads, kind, grad)
 
 
-@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16], ids=str)
 def test_norm_rounds_where_the_module_does(dtype, random):
-    """Of a mix alone, which both round to the same numbers but for the rounding of a sum."""
-    from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
+    """Of a mix alone. In bf16 the interpreter does not round, see `unit`."""
     norm, mix, grad = LlamaRMSNorm(96, eps=NORM_EPS).to(dtype), random(5, 96), random(5, 96, dtype=dtype)
     norm.weight.data.copy_(random(96))
-    arguments = random(96), mix, random(5, 1), []
-    actual = kernels.merge(*arguments, dtype, EPS, norm.weight.data, NORM_EPS, factor=1)
-    grads = kernels.merge_backward(grad, *arguments, EPS, norm.weight.data, NORM_EPS, factor=1)
+    arguments, of_norm = (random(96), mix, random(5, 1), []), (norm.weight.data, NORM_EPS)
+    result = kernels.merge(*arguments, dtype, EPS, *of_norm)
+    _, grad_mix, *_ = kernels.merge_backward(grad, *arguments, EPS, *of_norm)
     mix.requires_grad_()
     expected = norm(mix.to(dtype))
     expected.backward(grad)
-    if dtype == torch.float32:
-        check(actual, expected.double())
-        check(grads[1], mix.grad.double())
-    else:
-        assert (actual == expected).float().mean() > 0.99
-        assert (grads[1] == mix.grad).float().mean() > 0.9
+    for actual, of_module in ((result, expected), (grad_mix, mix.grad)):
+        if dtype == torch.float32:
+            check(actual, of_module.double())
+        else:  # a number in the middle of two may become either
+            assert (actual == of_module).float().mean() > 0.98
 
 
 @pytest.mark.parametrize("tokens", [(0,), (2, 0)])
