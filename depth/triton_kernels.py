@@ -472,7 +472,8 @@ def merge_backward_kernel(
     QUERY_OF_TOKEN: tl.constexpr, HAS_MIX: tl.constexpr, HAS_NORM: tl.constexpr, WEIGHTS: tl.constexpr,
     LOCAL: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
 ):  # fmt: skip
-    hidden_size, dtype = num_heads * width, grad_result.dtype.element_ty
+    hidden_size = num_heads * width
+    dtype = grad_result.dtype.element_ty
     columns, inside = columns_of(num_heads, width, HEADS, WIDTH)
     sources, heads = tl.arange(0, LOCAL), tl.arange(0, HEADS)
     grad_query, grad_norm_weight = tl.zeros([HEADS, WIDTH], tl.float32), tl.zeros([HEADS, WIDTH], tl.float32)

@@ -3,8 +3,8 @@
 
 python tests/tools/compile_kernels.py [--targets sm_90 ...] [--hidden 1024 ...] [--heads 1] [--only merge_kernel ...]
 
-Threads times registers, in 4 bytes, must fit the 64K of them that a multiprocessor has; a narrow load or store is one of
-8 or 16 bits, of which there should be none, as rows are loaded 16 bytes at once.
+A cell has the registers of a thread and the bytes that it spills. What is narrow are loads and stores of 8 or 16 bits,
+of which there should be none, as rows are loaded 16 bytes at once.
 """
 
 import argparse
@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
 import triton
 from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import get_ptxas
 from triton.compiler import ASTSource
 
 from attnres.depth import triton_kernels as kernels
@@ -85,7 +86,7 @@ def measured(binary, target: str) -> tuple[int, int, int]:
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder, "kernel.ptx")
         path.write_text(binary.asm["ptx"])
-        ptxas = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "ptxas"
+        ptxas = get_ptxas(TARGETS[target][1]).path
         arch = re.search(r"\.target (\w+)", binary.asm["ptx"])[1]
         command = [ptxas, "-v", f"-arch={arch}", path, "-o", Path(folder, "kernel.cubin")]
         said = subprocess.run(command, check=True, capture_output=True, text=True).stderr
