@@ -141,7 +141,7 @@ def read_closed_kernel(
         total = tl.zeros([SITES, HEADS, WIDTH], tl.float32)
         largest = tl.full([SITES, HEADS], 0.0 if WEIGHTS == "softmax1" else float("-inf"), tl.float32)
         normaliser = tl.full([SITES, HEADS], 1.0 if WEIGHTS == "softmax1" else 0.0, tl.float32)
-        for i in range(num_sources):
+        for i in tl.range(num_sources, num_stages=3):
             value = row_of(table, i, like, token * token_stride, columns, inside)
             inv_rms = tl.rsqrt(tl.sum(value * value) / hidden_size + eps)
             score = tl.sum(value[None] * wide_queries, 2) * inv_rms
@@ -225,7 +225,7 @@ def closed_scores_backward_kernel(
             mask=(grads != 0)[:, None, None] & inside[None], other=0.0,
         )  # fmt: skip
         grad_weights = tl.zeros([SOURCES, SITES, HEADS], tl.float32)
-        for i in range(num_sources):
+        for i in tl.range(num_sources, num_stages=3):
             value = row_of(table, i, like, token * token_stride, columns, inside)
             product = tl.sum(value[None] * grad, 2)
             grad_weights = tl.where((sources == i)[:, None, None], product[None], grad_weights)
@@ -280,7 +280,7 @@ def read_closed_backward_kernel(
         if WEIGHTS != "sigmoid":
             own_state = (sites.to(tl.int64) * num_tokens + token) * num_heads + head
             state = tl.load(states + own_state, mask=is_site, other=0.0)
-        for i in range(num_sources):
+        for i in tl.range(num_sources, num_stages=3):
             number = token * num_sources + i
             own_scores = (number * num_sites + sites) * num_heads + head
             weight = weights_of(tl.load(scores + own_scores, mask=is_site, other=0.0), state, WEIGHTS)
@@ -352,7 +352,7 @@ def merged(
     sources = tl.arange(0, LOCAL)
     scores, inverse_rms = tl.zeros([LOCAL, HEADS], tl.float32), tl.zeros([LOCAL], tl.float32)
     normaliser = tl.full([HEADS], 1.0 if HAS_MIX or WEIGHTS == "softmax1" else 0.0, tl.float32)
-    for i in range(num_local):
+    for i in tl.range(num_local, num_stages=3):
         value = row_of(table, i, like, start, columns, inside)
         inv_rms = tl.rsqrt(tl.sum(value * value) / hidden_size + eps)
         score = tl.sum(value * query, 1) * inv_rms
@@ -509,7 +509,7 @@ def merge_backward_kernel(
 
         mean = tl.sum(grad * total, 1)
         grad_closed = tl.zeros([HEADS], tl.float32)
-        for i in range(num_local):
+        for i in tl.range(num_local, num_stages=3):
             score = tl.sum(tl.where((sources == i)[:, None], scores, 0.0), 0)
             inv_rms = tl.sum(tl.where(sources == i, inverse_rms, 0.0))
             weight = weights_of(score, merged_state, WEIGHTS)

@@ -60,7 +60,7 @@ def compiled(kernel, target: str, hidden_size: int, number: int, num_heads: int,
     sizes |= {"width": hidden_size // num_heads, "query_stride": 16 * (kernel is kernels.merge_kernel)}
     sizes["blocks"] = triton.cdiv(sizes["width"], options.get("BLOCK", 1))
     names = kernel.arg_names
-    constexprs = options | {"WEIGHTS": "softmax"} | {name: 1 for name in names if sizes.get(name) == 1}
+    constexprs = {"WEIGHTS": "softmax"} | options | {name: 1 for name in names if sizes.get(name) == 1}
     signature, attributes = {}, {}
     for i, name in enumerate(names):
         if name in constexprs:
