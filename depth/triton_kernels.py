@@ -19,10 +19,12 @@ import triton.language as tl
 # add up in the same order
 MOST_PROGRAMS = 1024
 
-
 # Numbers to a program that fit the registers of a multiprocessor, with what else it holds: of the queries and mixes of
 # a group of sites, of the gradients of their mixes alone, and of some columns of queries and both gradients
 MOST_OF_FORWARD, MOST_OF_SCORES, MOST_OF_COLUMNS = 16384, 32768, 4096
+
+# Of loops over sources: while one is computed with, the next one is loaded, and the address of that behind it
+STAGES = tl.constexpr(3)
 
 
 def row_shape(hidden_size: int, num_heads: int) -> dict[str, int]:
@@ -141,7 +143,7 @@ def read_closed_kernel(
         total = tl.zeros([SITES, HEADS, WIDTH], tl.float32)
         largest = tl.full([SITES, HEADS], 0.0 if WEIGHTS == "softmax1" else float("-inf"), tl.float32)
         normaliser = tl.full([SITES, HEADS], 1.0 if WEIGHTS == "softmax1" else 0.0, tl.float32)
-        for i in tl.range(num_sources, num_stages=3):
+        for i in tl.range(num_sources, num_stages=STAGES):
             value = row_of(table, i, like, token * token_stride, columns, inside)
             inv_rms = tl.rsqrt(tl.sum(value * value) / hidden_size + eps)
             score = tl.sum(value[None] * wide_queries, 2) * inv_rms
@@ -225,7 +227,7 @@ def closed_scores_backward_kernel(
             mask=(grads != 0)[:, None, None] & inside[None], other=0.0,
         )  # fmt: skip
         grad_weights = tl.zeros([SOURCES, SITES, HEADS], tl.float32)
-        for i in tl.range(num_sources, num_stages=3):
+        for i in tl.range(num_sources, num_stages=STAGES):
             value = row_of(table, i, like, token * token_stride, columns, inside)
             product = tl.sum(value[None] * grad, 2)
             grad_weights = tl.where((sources == i)[:, None, None], product[None], grad_weights)
@@ -280,7 +282,7 @@ def read_closed_backward_kernel(
         if WEIGHTS != "sigmoid":
             own_state = (sites.to(tl.int64) * num_tokens + token) * num_heads + head
             state = tl.load(states + own_state, mask=is_site, other=0.0)
-        for i in tl.range(num_sources, num_stages=3):
+        for i in tl.range(num_sources, num_stages=STAGES):
             number = token * num_sources + i
             own_scores = (number * num_sites + sites) * num_heads + head
             weight = weights_of(tl.load(scores + own_scores, mask=is_site, other=0.0), state, WEIGHTS)
@@ -347,12 +349,13 @@ def merged(
     query, mix, state, table, like, start, columns, inside, eps, num_local, hidden_size,
     HAS_MIX: tl.constexpr, WEIGHTS: tl.constexpr, LOCAL: tl.constexpr, HEADS: tl.constexpr,
 ):  # fmt: skip
-    """The merge of a token, `[heads, width]`, the state behind it, `[heads]`, and scores, `[local, heads]`, and
-    inverse rms, `[local]`, of the local sources."""
+    """The merge of a token, `[heads, width]`, the state with it, `[heads]`, and of the local sources the scores,
+    `[local, heads]`, and the inverse rms, `[local]`.
+    """
     sources = tl.arange(0, LOCAL)
     scores, inverse_rms = tl.zeros([LOCAL, HEADS], tl.float32), tl.zeros([LOCAL], tl.float32)
     normaliser = tl.full([HEADS], 1.0 if HAS_MIX or WEIGHTS == "softmax1" else 0.0, tl.float32)
-    for i in tl.range(num_local, num_stages=3):
+    for i in tl.range(num_local, num_stages=STAGES):
         value = row_of(table, i, like, start, columns, inside)
         inv_rms = tl.rsqrt(tl.sum(value * value) / hidden_size + eps)
         score = tl.sum(value * query, 1) * inv_rms
@@ -509,7 +512,7 @@ def merge_backward_kernel(
 
         mean = tl.sum(grad * total, 1)
         grad_closed = tl.zeros([HEADS], tl.float32)
-        for i in tl.range(num_local, num_stages=3):
+        for i in tl.range(num_local, num_stages=STAGES):
             score = tl.sum(tl.where((sources == i)[:, None], scores, 0.0), 0)
             inv_rms = tl.sum(tl.where(sources == i, inverse_rms, 0.0))
             weight = weights_of(score, merged_state, WEIGHTS)
@@ -553,9 +556,7 @@ def merge_backward(
     factor: float = 1,
     num_heads: int = 1,
     weights: str = "softmax",
-) -> tuple[
-    torch.Tensor, torch.Tensor | None, torch.Tensor | None, torch.Tensor | None, list[torch.Tensor]
-]:  # fmt: skip
+) -> tuple[torch.Tensor | None | list[torch.Tensor], ...]:
     """Gradients of `merge`, from its arguments and that of its result, which is of the dtype of the result.
 
     Returns:
@@ -567,8 +568,7 @@ def merge_backward(
     hidden_size, of_token = like.shape[-1], query.ndim > 1
     num_tokens = like.shape[:-1].numel()
     num_programs, per_program = programs_over(num_tokens)
-    grad_mix = None if mix is None else torch.empty_like(mix, memory_format=torch.contiguous_format)
-    grad_state = None if state is None else torch.empty_like(state, memory_format=torch.contiguous_format)
+    grad_mix, grad_state = (None if closed is None else closed.new_empty(closed.shape) for closed in (mix, state))
     grad_queries = query.new_empty(query.shape if of_token else (num_programs, hidden_size), dtype=torch.float32)
     of_norm = None if norm_weight is None else grad_queries.new_empty(num_programs, hidden_size)
     if num_tokens:

@@ -2,6 +2,10 @@
 """Triton's kernels for reads in two phases, in its interpreter, beside a literal definition in fp64."""
 
 import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -40,7 +44,7 @@ def small(monkeypatch):
 
 
 def unit(dtype):
-    """What rounding does, as a part of a number. Triton's interpreter cuts bf16 off, where GPUs round to the nearest."""
+    """What rounding does, as a part of a number. Triton's interpreter cuts bf16 off, where GPUs round."""
     cuts_off = dtype == torch.bfloat16 and not isinstance(kernels.merge_kernel, triton.JITFunction)
     return torch.finfo(dtype).eps * (1 if cuts_off else 0.5)
 
@@ -172,9 +176,9 @@ def test_closed(hidden_size, num_heads, num_sources, num_sites, dtype, kind, ran
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 def test_closed_as_it_is_launched(kind, dtype, random):
-    """With more tokens, two dimensions of them, queries of the dtype, and gradients that are not in one piece."""
+    """Two dimensions of tokens, queries of the dtype, and sources and gradients that are not in one piece."""
     queries = (random(3, 96) / 10).to(dtype)
-    sources = [random(2, 3, 96, dtype=dtype) for _ in range(2)]
+    sources = [random(2, 3, 96, dtype=dtype), random(3, 2, 96, dtype=dtype).transpose(0, 1)]
     grad_mixes = [random(3, 2, 96).transpose(0, 1), None, random(1, 1, 96).expand(2, 3, 96)]
     check_closed(queries, sources, 2, kind, grad_mixes, [None, random(2, 3, 2), None])
 
@@ -255,7 +259,7 @@ def test_norm_rounds_where_the_module_does(dtype, random):
     norm.weight.data.copy_(random(96))
     arguments, of_norm = (random(96), mix, random(5, 1), []), (norm.weight.data, NORM_EPS)
     result = kernels.merge(*arguments, dtype, EPS, *of_norm)
-    _, grad_mix, *_ = kernels.merge_backward(grad, *arguments, EPS, *of_norm)
+    _, grad_mix, _, grad_norm_weight, _ = kernels.merge_backward(grad, *arguments, EPS, *of_norm)
     mix.requires_grad_()
     expected = norm(mix.to(dtype))
     expected.backward(grad)
@@ -264,6 +268,11 @@ def test_norm_rounds_where_the_module_does(dtype, random):
             check(actual, of_module.double())
         else:  # a number in the middle of two may become either
             assert (actual == of_module).float().mean() > 0.98
+    # Of the weight the module's own is a sum in its dtype
+    normalised = mix.to(dtype).float()
+    normalised = (normalised * (normalised.square().mean(-1, keepdim=True) + NORM_EPS).rsqrt()).to(dtype)
+    of_weight = (grad.double() * normalised.double()).sum(0)
+    assert ((grad_norm_weight - of_weight).abs() < SUMS * of_weight.abs().max()).float().mean() > 0.95
 
 
 @pytest.mark.parametrize("tokens", [(0,), (2, 0)])
@@ -281,31 +290,31 @@ def test_no_tokens(tokens, kind, random):
     check_merge(random(32), mixes[0], state, sources, torch.float32, random(32), 2, 2, kind, random(*tokens, 32))
 
 
+def check_both(sources, random):
+    """Both phases, with these sources of 4 tokens and 32 numbers."""
+    queries, mix, state, grad = random(2, 32) / 6, random(4, 32), random(4, 1), random(4, 32)
+    check_closed(queries, sources, 1, "softmax", [mix, grad], [state, None])
+    check_merge(queries[0], mix, state, sources, torch.float32, None, 1, 1, "softmax", grad)
+
+
 def test_sources_are_taken_as_they_lie(random):
-    """Rows of a buffer without a copy; what is not of one stride, or at an odd address, with one."""
+    """Rows of a buffer are not copied."""
     buffer = random(4, 3, 32)
     rows, stride = kernels.rows_of(buffer[:, 1:].unbind(1))
     assert stride == 96 and [row.data_ptr() for row in rows] == [buffer[:, i].data_ptr() for i in (1, 2)]
-    queries = random(2, 32) / 6
-    grads = [random(4, 32), random(4, 32)], [random(4, 1), None]
-    check_closed(queries, list(buffer[:, 1:].unbind(1)), 1, "softmax", *grads)
-    check_merge(
-        queries[0],
-        *grads[0][:1],
-        *grads[1][:1],
-        list(buffer.unbind(1)),
-        torch.float32,
-        None,
-        1,
-        1,
-        "softmax",
-        grads[0][1],
-    )
-    mixed = [buffer[:, 0], random(4, 32), random(129)[1:].view(4, 32), random(32, 4).T]
-    rows, stride = kernels.rows_of(mixed)
+    check_both(list(buffer[:, 1:].unbind(1)), random)
+
+
+@pytest.mark.parametrize("how", ["of two strides", "transposed", "at odd addresses"])
+def test_sources_that_are_copied(how, random):
+    sources = {
+        "of two strides": lambda: [random(4, 3, 32)[:, 0], random(4, 32)],
+        "transposed": lambda: [random(32, 4).T, random(32, 4).T],
+        "at odd addresses": lambda: [random(129)[1:].view(4, 32), random(129)[1:].view(4, 32)],
+    }[how]()
+    rows, stride = kernels.rows_of(sources)
     assert stride == 32 and all(row.data_ptr() % 16 == 0 and row.is_contiguous() for row in rows)
-    check_closed(queries, mixed, 1, "softmax", *grads)
-    check_merge(queries[0], *grads[0][:1], *grads[1][:1], mixed, torch.float32, None, 1, 1, "softmax", grads[0][1])
+    check_both(sources, random)
 
 
 def test_what_is_refused(random):
@@ -333,3 +342,17 @@ def test_trial_of_a_kernel_that_is_wrong(broken, monkeypatch):
     monkeypatch.setattr(kernels, broken, wrong)
     with pytest.raises(ArithmeticError, match=f"`{broken}` is off by 1"):
         kernels.try_on(torch.device("cpu"), torch.float32)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", ["1", "4"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_kernels_compile_for_gpus(target, heads, tmp_path):
+    """To machine code, which needs no GPU, without spills, and with rows in loads and stores of 16 bytes."""
+    tool = Path(__file__).parent / "tools" / "compile_kernels.py"
+    command = [sys.executable, tool, "--targets", target, "--hidden", "1024", "--heads", heads]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    rows = result.stdout.splitlines()[2:]
+    assert len(rows) == 10 and all(row.endswith(", 0 B |") for row in rows), result.stdout
