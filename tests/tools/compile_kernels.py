@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Prints registers and spills of the Triton kernels, compiled for GPUs that need not be there.
 
-python tests/tools/compile_kernels.py [--targets sm_90 ...] [--hidden 1024 ...] [--heads 1] [--only merge_kernel ...]
+python tests/tools/compile_kernels.py [--targets sm_90 ...] [--hidden 1024 ...] [--heads 1] [--dtype bf16]
 
 A cell has the registers of a thread and the bytes that it spills. What is narrow are loads and stores of 8 or 16 bits,
 of which there should be none, as rows are loaded 16 bytes at once.
@@ -52,8 +52,8 @@ def cases(hidden_sizes: list[int], num_heads: int):
             yield kernels.merge_backward_kernel, hidden_size, local, options | {"QUERY_OF_TOKEN": False}
 
 
-def compiled(kernel, target: str, hidden_size: int, number: int, num_heads: int, options: dict):
-    """As the JIT would compile it for sources in bf16: it sees which sizes are 1 and which 16 divides."""
+def compiled(kernel, target: str, hidden_size: int, number: int, num_heads: int, dtype: str, options: dict):
+    """As the JIT would compile it: it sees which sizes are 1, and which 16 divides."""
     options = dict(options)
     num_warps = options.pop("num_warps")
     sizes = SIZES | {"num_sites": number, "num_local": number, "num_heads": num_heads, "token_stride": hidden_size}
@@ -68,7 +68,7 @@ def compiled(kernel, target: str, hidden_size: int, number: int, num_heads: int,
         elif name in sizes:
             signature[name] = "i32"
         else:
-            signature[name] = (NUMBERS | TABLES).get(name, "*bf16" if name in OF_SOURCES else "*fp32")
+            signature[name] = (NUMBERS | TABLES).get(name, f"*{dtype}" if name in OF_SOURCES else "*fp32")
         if signature[name][0] == "*" or (signature[name] == "i32" and sizes[name] % 16 == 0):
             attributes[(i,)] = [["tt.divisibility", 16]]
     source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
@@ -100,16 +100,16 @@ def main():
     parser.add_argument("--targets", nargs="+", choices=list(TARGETS), default=list(TARGETS))
     parser.add_argument("--hidden", nargs="+", type=int, default=[1024, 2048, 4096, 8192])
     parser.add_argument("--heads", type=int, default=1)
-    parser.add_argument("--only", nargs="+", help="names of kernels")
+    parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help="of the sources")
     arguments = parser.parse_args()
     print("| kernel | hidden | sites or local | tile | warps | " + " | ".join(arguments.targets) + " |")
     print("|" + "---|" * (5 + len(arguments.targets)))
     for kernel, hidden_size, number, options in cases(arguments.hidden, arguments.heads):
-        if arguments.only and kernel.__name__ not in arguments.only:
-            continue
         cells = []
         for target in arguments.targets:
-            binary, num_warps = compiled(kernel, target, hidden_size, number, arguments.heads, options)
+            binary, num_warps = compiled(
+                kernel, target, hidden_size, number, arguments.heads, arguments.dtype, options
+            )
             registers, spills, narrow = measured(binary, target)
             shared = f", {binary.metadata.shared} B shared" if binary.metadata.shared > 16384 else ""
             cells.append(f"{registers}, {spills} B" + (f", {narrow} narrow" if narrow else "") + shared)
