@@ -23,19 +23,21 @@ MOST_PROGRAMS = 1024
 # a group of sites, of the gradients of their mixes alone, and of some columns of queries and both gradients
 MOST_OF_FORWARD, MOST_OF_SCORES, MOST_OF_COLUMNS = 16384, 32768, 4096
 
-# Of loops over sources: while one is computed with, the next one is loaded, and the address of that behind it
-STAGES = tl.constexpr(3)
 
+def row_shape(hidden_size: int, num_heads: int, dtype: torch.dtype) -> dict[str, int]:
+    """One program holds a whole row of the hidden dimension.
 
-def row_shape(hidden_size: int, num_heads: int) -> dict[str, int]:
-    """One program holds a whole row of the hidden dimension."""
+    While one source is computed with, the next one is loaded, and the address of that behind it: three stages. Two
+    sources are then in shared memory, so these are no longer than smaller GPUs have room for.
+    """
     heads, width = triton.next_power_of_2(num_heads), triton.next_power_of_2(hidden_size // num_heads)
-    return {"HEADS": heads, "WIDTH": width, "num_warps": min(16, max(1, heads * width // 256))}
+    stages = 3 if heads * width * dtype.itemsize <= 16384 else 1
+    return {"HEADS": heads, "WIDTH": width, "STAGES": stages, "num_warps": min(16, max(1, heads * width // 256))}
 
 
-def sites_shape(num_sites: int, hidden_size: int, num_heads: int, most: int) -> dict[str, int]:
+def sites_shape(num_sites: int, hidden_size: int, num_heads: int, dtype: torch.dtype, most: int) -> dict[str, int]:
     """One program holds whole rows of a group of sites."""
-    shape = row_shape(hidden_size, num_heads)
+    shape = row_shape(hidden_size, num_heads, dtype)
     row = shape["HEADS"] * shape["WIDTH"]
     sites = min(triton.next_power_of_2(num_sites), max(1, most // row))
     return shape | {"SITES": sites, "num_warps": min(16, max(1, sites * row // 1024))}
@@ -43,9 +45,9 @@ def sites_shape(num_sites: int, hidden_size: int, num_heads: int, most: int) -> 
 
 def columns_shape(num_sites: int, hidden_size: int, num_heads: int) -> dict[str, int]:
     """One program holds some columns of one head, of all sites."""
-    sites = triton.next_power_of_2(num_sites)
-    block = min(row_shape(hidden_size, num_heads)["WIDTH"], max(16, MOST_OF_COLUMNS // sites))
-    return {"SITES": sites, "BLOCK": block, "num_warps": min(16, max(1, sites * block // 1024))}
+    sites, width = triton.next_power_of_2(num_sites), triton.next_power_of_2(hidden_size // num_heads)
+    block = min(width, max(16, MOST_OF_COLUMNS // sites))
+    return {"SITES": sites, "BLOCK": block, "STAGES": 3, "num_warps": min(16, max(1, sites * block // 1024))}
 
 
 def programs_over(num_tokens: int, parts: int = 1) -> tuple[int, int]:
@@ -129,6 +131,7 @@ def read_closed_kernel(
     queries, table, like, mixes, states, scores, inverse_rms, eps, num_tokens, per_program, token_stride,
     num_sources, num_sites, num_heads, width,
     WEIGHTS: tl.constexpr, SITES: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     hidden_size = num_heads * width
     columns, inside = columns_of(num_heads, width, HEADS, WIDTH)
@@ -191,7 +194,7 @@ def read_closed(
         mixes.new_empty(*shape, num_sources, num_sites, num_heads),
         mixes.new_empty(*shape, num_sources),
     )
-    options = sites_shape(num_sites, hidden_size, num_heads, MOST_OF_FORWARD)
+    options = sites_shape(num_sites, hidden_size, num_heads, rows[0].dtype, MOST_OF_FORWARD)
     groups, num_tokens = triton.cdiv(num_sites, options["SITES"]), len(rows[0])
     num_programs, per_program = programs_over(num_tokens, groups)
     if mixes.numel():
@@ -209,6 +212,7 @@ def closed_scores_backward_kernel(
     table, like, states, scores, inverse_rms, to_queries, to_sources, num_tokens, token_stride,
     num_sources, num_sites, num_heads, width,
     WEIGHTS: tl.constexpr, SOURCES: tl.constexpr, SITES: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
     """The gradients of a token's scores: by how much its sources are in those of the queries and of themselves."""
     token = tl.program_id(0).to(tl.int64)
@@ -260,7 +264,7 @@ def closed_scores_backward_kernel(
 def read_closed_backward_kernel(
     queries, table, like, states, scores, to_queries, to_sources, grad_queries, num_tokens, per_program, token_stride,
     num_sources, num_sites, num_heads, width, blocks,
-    WEIGHTS: tl.constexpr, SITES: tl.constexpr, BLOCK: tl.constexpr,
+    WEIGHTS: tl.constexpr, SITES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """From the gradients of the scores on every column is by itself: some of one head, and all sites."""
     hidden_size, head = num_heads * width, tl.program_id(0) // blocks
@@ -333,7 +337,7 @@ def read_closed_backward(
             closed_scores_backward_kernel, (num_tokens,),
             table, rows[0], states, scores, inverse_rms, to_queries, to_sources, num_tokens, token_stride,
             num_sources, num_sites, num_heads, width, WEIGHTS=weights, SOURCES=triton.next_power_of_2(num_sources),
-            **sites_shape(num_sites, hidden_size, num_heads, MOST_OF_SCORES),
+            **sites_shape(num_sites, hidden_size, num_heads, rows[0].dtype, MOST_OF_SCORES),
         )  # fmt: skip
         launch(
             read_closed_backward_kernel, (num_heads * blocks, num_programs),
@@ -347,7 +351,7 @@ def read_closed_backward(
 @triton.jit
 def merged(
     query, mix, state, table, like, start, columns, inside, eps, num_local, hidden_size,
-    HAS_MIX: tl.constexpr, WEIGHTS: tl.constexpr, LOCAL: tl.constexpr, HEADS: tl.constexpr,
+    HAS_MIX: tl.constexpr, WEIGHTS: tl.constexpr, LOCAL: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The merge of a token, `[heads, width]`, the state with it, `[heads]`, and of the local sources the scores,
     `[local, heads]`, and the inverse rms, `[local]`.
@@ -396,7 +400,7 @@ def merge_kernel(
     query, mix, state, table, like, norm_weight, result, eps, norm_eps, factor, query_stride, token_stride,
     num_local, num_heads, width,
     HAS_MIX: tl.constexpr, HAS_NORM: tl.constexpr, WEIGHTS: tl.constexpr,
-    LOCAL: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    LOCAL: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     token, hidden_size = tl.program_id(0).to(tl.int64), num_heads * width
     columns, inside = columns_of(num_heads, width, HEADS, WIDTH)
@@ -406,7 +410,7 @@ def merge_kernel(
     )
     total, _, _, _ = merged(
         wide_query, own_mix, own_state, table, like, token * token_stride, columns, inside, eps, num_local,
-        hidden_size, HAS_MIX, WEIGHTS, LOCAL, HEADS,
+        hidden_size, HAS_MIX, WEIGHTS, LOCAL, HEADS, STAGES,
     )  # fmt: skip
     dtype = result.dtype.element_ty
     if HAS_NORM:
@@ -454,7 +458,7 @@ def merge(
             eps, norm_eps / factor**2, float(factor), 0 if query.ndim == 1 else hidden_size, token_stride,
             len(rows), num_heads, hidden_size // num_heads,
             HAS_MIX=mix is not None, HAS_NORM=norm_weight is not None, WEIGHTS=weights,
-            LOCAL=triton.next_power_of_2(max(1, len(rows))), **row_shape(hidden_size, num_heads),
+            LOCAL=triton.next_power_of_2(max(1, len(rows))), **row_shape(hidden_size, num_heads, like.dtype),
         )  # fmt: skip
     return result
 
@@ -473,7 +477,7 @@ def merge_backward_kernel(
     grad_result, query, mix, state, table, like, norm_weight, grad_queries, grad_mix, grad_state, grad_norm_weights,
     eps, norm_eps, factor, num_tokens, per_program, token_stride, num_local, num_heads, width,
     QUERY_OF_TOKEN: tl.constexpr, HAS_MIX: tl.constexpr, HAS_NORM: tl.constexpr, WEIGHTS: tl.constexpr,
-    LOCAL: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    LOCAL: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     hidden_size = num_heads * width
     dtype = grad_result.dtype.element_ty
@@ -496,7 +500,7 @@ def merge_backward_kernel(
         # The merge and its norm again
         total, merged_state, scores, inverse_rms = merged(
             wide_query, own_mix, own_state, table, like, start, columns, inside, eps, num_local, hidden_size,
-            HAS_MIX, WEIGHTS, LOCAL, HEADS,
+            HAS_MIX, WEIGHTS, LOCAL, HEADS, STAGES,
         )  # fmt: skip
         grad = tl.load(grad_result + place, mask=inside, other=0.0).to(tl.float32)
         if HAS_NORM:
@@ -579,7 +583,7 @@ def merge_backward(
             eps, norm_eps / factor**2, float(factor), num_tokens, per_program, token_stride,
             len(rows), num_heads, hidden_size // num_heads,
             QUERY_OF_TOKEN=of_token, HAS_MIX=mix is not None, HAS_NORM=norm_weight is not None, WEIGHTS=weights,
-            LOCAL=triton.next_power_of_2(max(1, len(rows))), **row_shape(hidden_size, num_heads),
+            LOCAL=triton.next_power_of_2(max(1, len(rows))), **row_shape(hidden_size, num_heads, like.dtype),
         )  # fmt: skip
     grad_query = grad_queries if of_token else grad_queries.sum(0)
     return grad_query, grad_mix, grad_state, None if of_norm is None else of_norm.sum(0), grad_sources

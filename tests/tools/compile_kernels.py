@@ -19,6 +19,7 @@ from pathlib import Path
 os.environ.pop("TRITON_INTERPRET", None)
 sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
 
+import torch
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import get_ptxas
@@ -35,18 +36,18 @@ NUMBERS = dict.fromkeys(("eps", "norm_eps", "factor"), "fp32")
 SIZES = {"num_tokens": TOKENS, "per_program": 8, "num_heads": 1, "num_sources": SOURCES}
 
 
-def cases(hidden_sizes: list[int], num_heads: int):
+def cases(hidden_sizes: list[int], num_heads: int, dtype: torch.dtype):
     """Kernel, hidden size, number of sites or local sources, and what it is launched with."""
     for hidden_size in hidden_sizes:
         for sites in (4, 8):
-            forward = kernels.sites_shape(sites, hidden_size, num_heads, kernels.MOST_OF_FORWARD)
-            scores = kernels.sites_shape(sites, hidden_size, num_heads, kernels.MOST_OF_SCORES)
+            forward = kernels.sites_shape(sites, hidden_size, num_heads, dtype, kernels.MOST_OF_FORWARD)
+            scores = kernels.sites_shape(sites, hidden_size, num_heads, dtype, kernels.MOST_OF_SCORES)
             columns = kernels.columns_shape(sites, hidden_size, num_heads)
             yield kernels.read_closed_kernel, hidden_size, sites, forward
             yield kernels.closed_scores_backward_kernel, hidden_size, sites, scores | {"SOURCES": 16}
             yield kernels.read_closed_backward_kernel, hidden_size, sites, columns
         for local in (1, 7):
-            options = kernels.row_shape(hidden_size, num_heads) | {"LOCAL": triton.next_power_of_2(local)}
+            options = kernels.row_shape(hidden_size, num_heads, dtype) | {"LOCAL": triton.next_power_of_2(local)}
             options |= {"HAS_MIX": True, "HAS_NORM": True}
             yield kernels.merge_kernel, hidden_size, local, options
             yield kernels.merge_backward_kernel, hidden_size, local, options | {"QUERY_OF_TOKEN": False}
@@ -102,9 +103,10 @@ def main():
     parser.add_argument("--heads", type=int, default=1)
     parser.add_argument("--dtype", choices=["bf16", "fp16", "fp32"], default="bf16", help="of the sources")
     arguments = parser.parse_args()
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[arguments.dtype]
     print("| kernel | hidden | sites or local | tile | warps | " + " | ".join(arguments.targets) + " |")
     print("|" + "---|" * (5 + len(arguments.targets)))
-    for kernel, hidden_size, number, options in cases(arguments.hidden, arguments.heads):
+    for kernel, hidden_size, number, options in cases(arguments.hidden, arguments.heads, dtype):
         cells = []
         for target in arguments.targets:
             binary, num_warps = compiled(
