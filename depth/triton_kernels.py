@@ -1,9 +1,11 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The reads over depth as Triton kernels, see `attnres.set_backend`.
+"""The reads over depth in two phases as Triton kernels, see `attnres.set_backend`.
 
-Every kernel reads its sources once, in whatever dtype they have, and computes in fp32. The sources of a training step
-are tensors of their own, so a kernel is given a table of their addresses. Nothing is added up in an order that depends
-on the run.
+Phase 1 reads the closed sources once for all sites of a chunk, phase 2 merges at each what has been written since.
+Every kernel computes in fp32, from sources in whatever dtype they have. The sources of a training step are tensors of
+their own, so a kernel is given a table of their addresses. Nothing is added up in an order that depends on the run.
+
+A head is a slice of the hidden dimension, which tiles have as `[heads, width]`, both filled up to a power of 2.
 """
 
 from collections.abc import Sequence
@@ -11,26 +13,46 @@ from collections.abc import Sequence
 import torch
 import triton
 import triton.language as tl
-from torch import nn
-from transformers.models.llama.modeling_llama import LlamaRMSNorm
-
-from .norms import norm_of, rms_norm_parameters
 
 
 # Where a sum goes over tokens: some for each multiprocessor of a large GPU, and as many on every other, so that all
 # add up in the same order
 MOST_PROGRAMS = 1024
 
-
-def launch_shape(hidden_size: int) -> dict[str, int]:
-    """One program holds a whole row of the hidden dimension."""
-    block = triton.next_power_of_2(hidden_size)
-    return {"BLOCK": block, "num_warps": min(16, max(1, block // 256))}
+# Numbers to a program that fit the registers of a multiprocessor, with what else it holds: of the queries and mixes of
+# a group of sites, of the gradients of their mixes alone, and of some columns of queries and both gradients
+MOST_OF_FORWARD, MOST_OF_SCORES, MOST_OF_COLUMNS = 16384, 32768, 4096
 
 
-def programs_over(num_tokens: int) -> tuple[int, int]:
-    """Number of programs, and how many tokens each of them takes."""
-    per_program = max(1, triton.cdiv(num_tokens, MOST_PROGRAMS))
+def row_shape(hidden_size: int, num_heads: int, dtype: torch.dtype) -> dict[str, int]:
+    """One program holds a whole row of the hidden dimension.
+
+    While one source is computed with, the next one is loaded, and the address of that behind it: three stages. Two
+    sources are then in shared memory, so these are no longer than smaller GPUs have room for.
+    """
+    heads, width = triton.next_power_of_2(num_heads), triton.next_power_of_2(hidden_size // num_heads)
+    stages = 3 if heads * width * dtype.itemsize <= 16384 else 1
+    return {"HEADS": heads, "WIDTH": width, "STAGES": stages, "num_warps": min(16, max(1, heads * width // 256))}
+
+
+def sites_shape(num_sites: int, hidden_size: int, num_heads: int, dtype: torch.dtype, most: int) -> dict[str, int]:
+    """One program holds whole rows of a group of sites."""
+    shape = row_shape(hidden_size, num_heads, dtype)
+    row = shape["HEADS"] * shape["WIDTH"]
+    sites = min(triton.next_power_of_2(num_sites), max(1, most // row))
+    return shape | {"SITES": sites, "num_warps": min(16, max(1, sites * row // 1024))}
+
+
+def columns_shape(num_sites: int, hidden_size: int, num_heads: int) -> dict[str, int]:
+    """One program holds some columns of one head, of all sites."""
+    sites, width = triton.next_power_of_2(num_sites), triton.next_power_of_2(hidden_size // num_heads)
+    block = min(width, max(16, MOST_OF_COLUMNS // sites))
+    return {"SITES": sites, "BLOCK": block, "STAGES": 3, "num_warps": min(16, max(1, sites * block // 1024))}
+
+
+def programs_over(num_tokens: int, parts: int = 1) -> tuple[int, int]:
+    """Number of programs, and how many tokens each of them takes, where `parts` programs share these tokens."""
+    per_program = max(1, triton.cdiv(num_tokens, max(1, MOST_PROGRAMS // parts)))
     return triton.cdiv(num_tokens, per_program), per_program
 
 
@@ -46,15 +68,29 @@ def in_one_piece(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.data_ptr() % 16 == 0 else tensor.clone()
 
 
-def addresses(tensors: Sequence[torch.Tensor]) -> torch.Tensor:
-    device, dtype = tensors[0].device, tensors[0].dtype
-    if any(tensor.device != device or tensor.dtype != dtype for tensor in tensors):
-        kinds = ", ".join(f"{tensor.dtype} on {tensor.device}" for tensor in tensors)
+def rows_of(sources: Sequence[torch.Tensor]) -> tuple[list[torch.Tensor], int]:
+    """Sources `[..., hidden]` as `[tokens, hidden]`, and the stride between tokens, which all have in common."""
+    device, dtype, hidden_size = sources[0].device, sources[0].dtype, sources[0].shape[-1]
+    if any(source.device != device or source.dtype != dtype for source in sources):
+        kinds = ", ".join(f"{source.dtype} on {source.device}" for source in sources)
         raise ValueError(f"The sources of a read must be of one dtype on one device, and are {kinds}.")
-    pointers = [tensor.data_ptr() for tensor in tensors]
+    rows = [source.reshape(-1, hidden_size) for source in sources]
+    stride = rows[0].stride(0)
+    if all(row.stride() == (stride, 1) and row.data_ptr() % 16 == 0 for row in rows):
+        return rows, stride
+    return [in_one_piece(row) for row in rows], hidden_size
+
+
+def addresses(tensors: Sequence[torch.Tensor | None], device: torch.device) -> torch.Tensor:
+    """A table for `pointer`, with a zero for `None`."""
+    pointers = [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
     # Out of pinned memory, as any other copy would wait for all that the GPU has still to do
     table = torch.tensor(pointers, dtype=torch.int64, device="cpu", pin_memory=device.type == "cuda")
     return table.to(device, non_blocking=True)
+
+
+def contiguous(*tensors: torch.Tensor | None) -> list[torch.Tensor | None]:
+    return [None if tensor is None else tensor.contiguous() for tensor in tensors]
 
 
 @triton.jit
@@ -64,448 +100,497 @@ def pointer(table, i, like):
 
 
 @triton.jit
+def columns_of(num_heads, width, HEADS: tl.constexpr, WIDTH: tl.constexpr):
+    """Where in a row the numbers of a tile `[heads, width]` are, and which of them are in it."""
+    heads, columns = tl.arange(0, HEADS)[:, None], tl.arange(0, WIDTH)[None, :]
+    return heads * width + columns, (heads < num_heads) & (columns < width)
+
+
+@triton.jit
+def row_of(table, i, like, start, columns, inside):
+    return tl.load(pointer(table, i, like) + start + columns, mask=inside, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def weights_of(scores, states, WEIGHTS: tl.constexpr):
+    if WEIGHTS == "sigmoid":
+        return tl.sigmoid(scores)
+    else:
+        return tl.exp(scores - states)
+
+
+@triton.jit
 def rms_norm(row, weight, eps, hidden_size, like):
     """Llama's, of a row that is rounded already; rounded where the module rounds, to what `like` points to."""
     row *= tl.rsqrt(tl.sum(row * row) / hidden_size + eps)
-    return (row.to(like.dtype.element_ty).to(tl.float32) * weight.to(tl.float32)).to(like.dtype.element_ty)
-
-
-@triton.jit
-def score_kernel(query, source, scores, inverse_rms, eps, hidden_size, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < hidden_size
-    value = tl.load(source + token * hidden_size + columns, mask=inside, other=0.0).to(tl.float32)
-    inv_rms = tl.rsqrt(tl.sum(value * value) / hidden_size + eps)
-    score = inv_rms * tl.sum(value * tl.load(query + columns, mask=inside, other=0.0).to(tl.float32))
-    tl.store(inverse_rms + token, inv_rms)
-    tl.store(scores + token, score)
-
-
-@triton.jit
-def score_backward_kernel(
-    grad, query, source, inverse_rms, scores, grad_source, grad_queries, num_tokens, per_program, hidden_size,
-    BLOCK: tl.constexpr,
-):  # fmt: skip
-    columns = tl.arange(0, BLOCK)
-    inside = columns < hidden_size
-    wide_query = tl.load(query + columns, mask=inside, other=0.0).to(tl.float32)
-    grad_query = tl.zeros([BLOCK], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * per_program
-    for token in range(first, tl.minimum(first + per_program, num_tokens)):
-        place = token * hidden_size + columns
-        value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
-        inv_rms = tl.load(inverse_rms + token)
-        # score = query . v / rms(v), whose derivative is query / rms - score * v / (hidden * rms^2)
-        to_query = tl.load(grad + token) * inv_rms
-        to_source = -to_query * inv_rms * tl.load(scores + token) / hidden_size
-        total = to_query * wide_query + to_source * value
-        tl.store(grad_source + place, total.to(grad_source.dtype.element_ty), mask=inside)
-        grad_query += to_query * value
-    # Every program has a row of its own, so that the order of the sum is fixed
-    tl.store(grad_queries + tl.program_id(0) * hidden_size + columns, grad_query, mask=inside)
-
-
-def score(query: torch.Tensor, source: torch.Tensor, eps: float) -> tuple[torch.Tensor, torch.Tensor]:
-    """Scores of a source for one query, and its inverse rms, from one read of it.
-
-    Args:
-        query: folded query, `[hidden]`.
-        source: `[..., hidden]`.
-        eps: epsilon of the key RMSNorm.
-
-    Returns:
-        Two tensors `[..., 1]` in fp32.
-    """
-    source, hidden_size = source.contiguous(), source.shape[-1]
-    scores = source.new_empty(*source.shape[:-1], 1, dtype=torch.float32)
-    inverse_rms = torch.empty_like(scores)
-    if source.numel():
-        launch(
-            score_kernel, (scores.numel(),), query.contiguous(), source, scores, inverse_rms, eps, hidden_size,
-            **launch_shape(hidden_size),
-        )  # fmt: skip
-    return scores, inverse_rms
-
-
-def score_backward(
-    grad: torch.Tensor, query: torch.Tensor, source: torch.Tensor, inverse_rms: torch.Tensor, scores: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Gradients of query and source, in their dtypes, from one read of the source."""
-    source, hidden_size, num_tokens = source.contiguous(), source.shape[-1], scores.numel()
-    grad_source = torch.empty_like(source)
-    num_programs, per_program = programs_over(num_tokens)
-    grad_queries = query.new_zeros(num_programs, hidden_size, dtype=torch.float32)
-    if source.numel():
-        launch(
-            score_backward_kernel, (num_programs,),
-            grad.contiguous(), query.contiguous(), source, inverse_rms, scores, grad_source, grad_queries,
-            num_tokens, per_program, hidden_size, **launch_shape(hidden_size),
-        )  # fmt: skip
-    return grad_queries.sum(0).to(query.dtype), grad_source
-
-
-@triton.jit
-def weighted_sum_kernel(sources, weights, mix, num_sources, hidden_size, BLOCK: tl.constexpr):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < hidden_size
-    place = token * hidden_size + columns
-    total = tl.zeros([BLOCK], tl.float32)
-    for i in range(num_sources):
-        source = pointer(sources, i, mix)
-        weight = tl.load(weights + token * num_sources + i)
-        total += weight * tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
-    tl.store(mix + place, total.to(mix.dtype.element_ty), mask=inside)
-
-
-@triton.jit
-def weighted_sum_backward_kernel(
-    sources, grad_sources, weights, grad_weights, grad_mix, num_sources, hidden_size, BLOCK: tl.constexpr
-):
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < hidden_size
-    place = token * hidden_size + columns
-    grad = tl.load(grad_mix + place, mask=inside, other=0.0).to(tl.float32)
-    for i in range(num_sources):
-        source = pointer(sources, i, grad_mix)
-        grad_source = pointer(grad_sources, i, grad_mix)
-        weight = tl.load(weights + token * num_sources + i)
-        value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
-        tl.store(grad_weights + token * num_sources + i, tl.sum(grad * value))
-        tl.store(grad_source + place, (weight * grad).to(grad_mix.dtype.element_ty), mask=inside)
-
-
-def weighted_sum(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:
-    """As in `autograd.py`: weights `[..., sources]` in fp32, sources `[..., hidden]` of one dtype."""
-    sources = [in_one_piece(source) for source in sources]
-    mix, hidden_size = torch.empty_like(sources[0]), sources[0].shape[-1]
-    if mix.numel():
-        launch(
-            weighted_sum_kernel,
-            (weights[..., 0].numel(),),
-            addresses(sources),
-            weights.contiguous(),
-            mix,
-            len(sources),
-            hidden_size,
-            **launch_shape(hidden_size),
-        )
-    return mix
-
-
-def weighted_sum_backward(
-    grad: torch.Tensor, weights: torch.Tensor, sources: Sequence[torch.Tensor]
-) -> tuple[torch.Tensor, ...]:
-    """Gradients of the weights and of the sources, from one read of the sources."""
-    sources = [in_one_piece(source) for source in sources]
-    grad_sources, grad_weights = [torch.empty_like(source) for source in sources], torch.empty_like(weights)
-    hidden_size = grad.shape[-1]
-    if grad.numel():
-        launch(
-            weighted_sum_backward_kernel,
-            (weights[..., 0].numel(),),
-            addresses(sources),
-            addresses(grad_sources),
-            weights.contiguous(),
-            grad_weights,
-            grad.to(sources[0].dtype).contiguous(),
-            len(sources),
-            hidden_size,
-            **launch_shape(hidden_size),
-        )
-    return grad_weights, *grad_sources
-
-
-@triton.jit
-def read_kernel(
-    query, scores, sources, norm_weight, normed, weights, score_of_partial, inverse_rms,
-    norm_eps, eps, num_closed, hidden_size, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < hidden_size
-    place = token * hidden_size + columns
-    partial = pointer(sources, num_closed, normed)
-    value = tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
-    inv_rms = tl.rsqrt(tl.sum(value * value) / hidden_size + eps)
-    score = inv_rms * tl.sum(value * tl.load(query + columns, mask=inside, other=0.0).to(tl.float32))
-    tl.store(inverse_rms + token, inv_rms)
-    tl.store(score_of_partial + token, score)
-
-    closed = tl.arange(0, SOURCES)
-    is_closed = closed < num_closed
-    closed_scores = tl.load(scores + token * num_closed + closed, mask=is_closed, other=float("-inf"))
-    largest = tl.maximum(tl.max(closed_scores), score)
-    exponentials, exponential = tl.exp(closed_scores - largest), tl.exp(score - largest)
-    normaliser = tl.sum(exponentials) + exponential
-    own_weights = weights + token * (num_closed + 1)
-    tl.store(own_weights + closed, exponentials / normaliser, mask=is_closed)
-    tl.store(own_weights + num_closed, exponential / normaliser)
-    mix = exponential / normaliser * value
-    for i in range(num_closed):
-        source = pointer(sources, i, normed)
-        weight = tl.exp(tl.load(scores + token * num_closed + i) - largest) / normaliser
-        mix += weight * tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
-
-    mix = mix.to(normed.dtype.element_ty).to(tl.float32)
-    norm = tl.load(norm_weight + columns, mask=inside, other=0.0)
-    tl.store(normed + place, rms_norm(mix, norm, norm_eps, hidden_size, normed), mask=inside)
-
-
-@triton.jit
-def softmax_backward(weight, grad_above_mean, given_grad, HAS_GRAD_WEIGHTS: tl.constexpr):
-    if HAS_GRAD_WEIGHTS:
-        grad_above_mean += tl.load(given_grad)
-    return weight * grad_above_mean
-
-
-@triton.jit
-def read_backward_kernel(
-    grad_normed, grad_weights, query, norm_weight, weights, score_of_partial, inverse_rms, sources,
-    grad_sources, grad_scores, grad_queries, grad_norm_weights,
-    norm_eps, num_tokens, per_program, num_closed, hidden_size,
-    HAS_GRAD_WEIGHTS: tl.constexpr, SOURCES: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    columns = tl.arange(0, BLOCK)
-    inside = columns < hidden_size
-    dtype = grad_normed.dtype.element_ty
-    wide_query = tl.load(query + columns, mask=inside, other=0.0).to(tl.float32)
-    wide_norm_weight = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
-    grad_query = tl.zeros([BLOCK], tl.float32)
-    grad_norm_weight = tl.zeros([BLOCK], tl.float32)
-    first = tl.program_id(0).to(tl.int64) * per_program
-    for token in range(first, tl.minimum(first + per_program, num_tokens)):
-        place = token * hidden_size + columns
-        own_weights = weights + token * (num_closed + 1)
-        # The mix and its norm again
-        mix = tl.zeros([BLOCK], tl.float32)
-        for i in range(num_closed + 1):
-            source = pointer(sources, i, grad_normed)
-            mix += tl.load(own_weights + i) * tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
-        rounded = mix.to(dtype).to(tl.float32)
-        inv_rms = tl.rsqrt(tl.sum(rounded * rounded) / hidden_size + norm_eps)
-        normalised = rounded * inv_rms
-
-        grad = tl.load(grad_normed + place, mask=inside, other=0.0).to(tl.float32)
-        grad_norm_weight += grad * normalised.to(dtype).to(tl.float32)
-        grad = (grad * wide_norm_weight).to(dtype).to(tl.float32)
-        grad_mix = inv_rms * (grad - normalised * (tl.sum(grad * normalised) / hidden_size))
-        grad_mix = grad_mix.to(dtype).to(tl.float32)
-
-        # Softmax: the gradient of a score is weight * (gradient of the weight - the mean of these)
-        own_grads = grad_weights + token * (num_closed + 1)
-        mean = tl.sum(grad_mix * mix)
-        if HAS_GRAD_WEIGHTS:
-            given = tl.arange(0, SOURCES)
-            is_source = given <= num_closed
-            given_grads = tl.load(own_grads + given, mask=is_source, other=0.0)
-            mean += tl.sum(given_grads * tl.load(own_weights + given, mask=is_source, other=0.0))
-        for i in range(num_closed):
-            source = pointer(sources, i, grad_normed)
-            grad_source = pointer(grad_sources, i, grad_normed)
-            weight = tl.load(own_weights + i)
-            value = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
-            grad_score = softmax_backward(weight, tl.sum(grad_mix * value) - mean, own_grads + i, HAS_GRAD_WEIGHTS)
-            tl.store(grad_scores + token * num_closed + i, grad_score)
-            tl.store(grad_source + place, (weight * grad_mix).to(dtype), mask=inside)
-
-        # The partial sum is in the mix and in its own score, see `score_backward_kernel`
-        partial = pointer(sources, num_closed, grad_normed)
-        grad_partial = pointer(grad_sources, num_closed, grad_normed)
-        weight = tl.load(own_weights + num_closed)
-        value = tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
-        to_query = softmax_backward(weight, tl.sum(grad_mix * value) - mean, own_grads + num_closed, HAS_GRAD_WEIGHTS)
-        inv_rms = tl.load(inverse_rms + token)
-        to_query *= inv_rms
-        to_source = -to_query * inv_rms * tl.load(score_of_partial + token) / hidden_size
-        total = weight * grad_mix + to_query * wide_query + to_source * value
-        tl.store(grad_partial + place, total.to(dtype), mask=inside)
-        grad_query += to_query * value
-    own_row = tl.program_id(0) * hidden_size + columns
-    tl.store(grad_queries + own_row, grad_query, mask=inside)
-    tl.store(grad_norm_weights + own_row, grad_norm_weight, mask=inside)
-
-
-def read(
-    query: torch.Tensor,
-    scores: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_eps: float,
-    eps: float,
-    sources: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, ...]:
-    """A read of closed sources and a partial sum, and the RMSNorm behind it, in one pass over them.
-
-    Args:
-        query: folded query, `[hidden]`.
-        scores: of the closed sources, `[..., closed]`, in fp32.
-        norm_weight, norm_eps: of Llama's RMSNorm.
-        eps: epsilon of the key RMSNorm.
-        sources: the closed ones and last the partial sum, each `[..., hidden]`.
-
-    Returns:
-        The normed mix, `[..., hidden]`, the weights, `[..., sources]`, and the score and inverse rms of the partial
-        sum, `[..., 1]`, all but the first in fp32.
-    """
-    sources = [in_one_piece(source) for source in sources]
-    normed, hidden_size, num_closed = torch.empty_like(sources[0]), sources[0].shape[-1], len(sources) - 1
-    weights = scores.new_empty(*normed.shape[:-1], num_closed + 1)
-    score_of_partial, inverse_rms = (scores.new_empty(*normed.shape[:-1], 1) for _ in range(2))
-    if normed.numel():
-        launch(
-            read_kernel, (inverse_rms.numel(),),
-            query.contiguous(), scores.contiguous(), addresses(sources), norm_weight, normed, weights,
-            score_of_partial, inverse_rms, norm_eps, eps, num_closed, hidden_size,
-            SOURCES=triton.next_power_of_2(num_closed + 1), **launch_shape(hidden_size),
-        )  # fmt: skip
-    return normed, weights, score_of_partial, inverse_rms
-
-
-def read_backward(
-    grad: torch.Tensor,
-    grad_weights: torch.Tensor | None,
-    query: torch.Tensor,
-    norm_weight: torch.Tensor,
-    norm_eps: float,
-    weights: torch.Tensor,
-    score_of_partial: torch.Tensor,
-    inverse_rms: torch.Tensor,
-    sources: Sequence[torch.Tensor],
-) -> tuple[torch.Tensor, ...]:
-    """Gradients of query, scores, norm weight and every source of `read`, from its results and those of these."""
-    sources = [in_one_piece(source) for source in sources]
-    grad_sources = [torch.empty_like(source) for source in sources]
-    num_tokens, num_closed, hidden_size = inverse_rms.numel(), len(sources) - 1, query.shape[0]
-    grad_scores = weights.new_empty(*weights.shape[:-1], num_closed)
-    num_programs, per_program = programs_over(num_tokens)
-    grad_queries, grad_norm_weights = weights.new_zeros(2, num_programs, hidden_size).unbind(0)
-    if grad.numel():
-        launch(
-            read_backward_kernel, (num_programs,),
-            grad.to(sources[0].dtype).contiguous(), weights if grad_weights is None else grad_weights.contiguous(),
-            query.contiguous(), norm_weight, weights, score_of_partial, inverse_rms, addresses(sources),
-            addresses(grad_sources), grad_scores, grad_queries, grad_norm_weights,
-            norm_eps, num_tokens, per_program, num_closed, hidden_size,
-            HAS_GRAD_WEIGHTS=grad_weights is not None, SOURCES=triton.next_power_of_2(num_closed + 1),
-            **launch_shape(hidden_size),
-        )  # fmt: skip
-    sums = grad_queries.sum(0).to(query.dtype), grad_scores, grad_norm_weights.sum(0).to(norm_weight.dtype)
-    return *sums, *grad_sources
+    return (row.to(like.dtype.element_ty).to(tl.float32) * weight).to(like.dtype.element_ty)
 
 
 @triton.jit
 def read_closed_kernel(
-    values, scores, mixes, negative_lse, token_stride, mixes_token_stride, scores_token_stride, scores_source_stride,
-    num_sources, num_sites, hidden_size, SITES: tl.constexpr, BLOCK: tl.constexpr,
+    queries, table, like, mixes, states, scores, inverse_rms, eps, num_tokens, per_program, token_stride,
+    num_sources, num_sites, num_heads, width,
+    WEIGHTS: tl.constexpr, SITES: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    inside = columns < hidden_size
-    sites = tl.arange(0, SITES)
-    is_site = sites < num_sites
-    total = tl.zeros([SITES, BLOCK], tl.float32)
-    largest = tl.full([SITES], float("-inf"), tl.float32)
-    normaliser = tl.zeros([SITES], tl.float32)
-    for i in range(num_sources):
-        score = tl.load(
-            scores + token * scores_token_stride + i * scores_source_stride + sites, mask=is_site, other=0.0
-        )
-        value = tl.load(values + token * token_stride + i * hidden_size + columns, mask=inside, other=0.0)
-        new_largest = tl.maximum(largest, score)
-        shrink, weight = tl.exp(largest - new_largest), tl.exp(score - new_largest)
-        total = total * shrink[:, None] + weight[:, None] * value.to(tl.float32)[None, :]
-        normaliser = normaliser * shrink + weight
-        largest = new_largest
-    place = token * mixes_token_stride + sites[:, None] * hidden_size + columns[None, :]
-    tl.store(mixes + place, total / normaliser[:, None], mask=is_site[:, None] & inside[None, :])
-    if tl.program_id(1) == 0:
-        tl.store(negative_lse + token * num_sites + sites, -(largest + tl.log(normaliser)), mask=is_site)
+    hidden_size = num_heads * width
+    columns, inside = columns_of(num_heads, width, HEADS, WIDTH)
+    sites = tl.program_id(0) * SITES + tl.arange(0, SITES).to(tl.int64)
+    heads = tl.arange(0, HEADS)
+    is_number = (sites < num_sites)[:, None] & (heads < num_heads)[None, :]
+    is_tile = (sites < num_sites)[:, None, None] & inside[None]
+    place = (sites * hidden_size)[:, None, None] + columns[None]
+    wide_queries = tl.load(queries + place, mask=is_tile, other=0.0).to(tl.float32)
+    first = tl.program_id(1).to(tl.int64) * per_program
+    for token in range(first, tl.minimum(first + per_program, num_tokens)):
+        total = tl.zeros([SITES, HEADS, WIDTH], tl.float32)
+        largest = tl.full([SITES, HEADS], 0.0 if WEIGHTS == "softmax1" else float("-inf"), tl.float32)
+        normaliser = tl.full([SITES, HEADS], 1.0 if WEIGHTS == "softmax1" else 0.0, tl.float32)
+        for i in tl.range(num_sources, num_stages=STAGES):
+            value = row_of(table, i, like, token * token_stride, columns, inside)
+            inv_rms = tl.rsqrt(tl.sum(value * value) / hidden_size + eps)
+            score = tl.sum(value[None] * wide_queries, 2) * inv_rms
+            if WEIGHTS == "sigmoid":
+                total += tl.sigmoid(score)[:, :, None] * value[None]
+            else:
+                new_largest = tl.maximum(largest, score)
+                shrink, weight = tl.exp(largest - new_largest), tl.exp(score - new_largest)
+                total = total * shrink[:, :, None] + weight[:, :, None] * value[None]
+                normaliser = normaliser * shrink + weight
+                largest = new_largest
+            number = token * num_sources + i
+            own_scores = scores + (number * num_sites + sites[:, None]) * num_heads + heads[None, :]
+            tl.store(own_scores, score, mask=is_number)
+            tl.store(inverse_rms + number, inv_rms, mask=tl.program_id(0) == 0)
+        rows = sites * num_tokens + token
+        if WEIGHTS != "sigmoid":
+            total /= normaliser[:, :, None]
+            state = largest + tl.log(normaliser)
+            tl.store(states + rows[:, None] * num_heads + heads[None, :], state, mask=is_number)
+        tl.store(mixes + (rows * hidden_size)[:, None, None] + columns[None], total, mask=is_tile)
 
 
 def read_closed(
-    values: torch.Tensor, scores: torch.Tensor, out: torch.Tensor | None = None
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """As in `block_cache.py`: all queries of a block against the closed sources, which are read once.
+    queries: torch.Tensor, sources: Sequence[torch.Tensor], eps: float, num_heads: int = 1, weights: str = "softmax"
+) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor]:
+    """Phase 1: the queries of all sites of a chunk against the closed sources, which are read once.
 
     Args:
-        values: `[tokens, sources, hidden]`, contiguous within a token.
-        scores: `[tokens, sites, sources]`, in fp32, the sites side by side in memory.
-        out: where to write the mixes, `[tokens, sites, hidden]`, contiguous within a token.
+        queries: folded queries, `[sites, hidden]`.
+        sources: each `[..., hidden]`.
+        eps: epsilon of the key RMSNorm.
+        weights: `softmax`, `softmax1` or `sigmoid`.
+
+    Returns:
+        In fp32 the mixes, `[sites, ..., hidden]`, the states, `[sites, ..., heads]`, which are the log-sum-exp of the
+        scores and for a sigmoid `None`, and for the backward pass the scores, `[..., sources, sites, heads]`, and the
+        inverse rms of the sources, `[..., sources]`.
     """
-    (tokens, num_sources, hidden_size), num_sites = values.shape, scores.shape[1]
-    mixes = scores.new_empty(tokens, num_sites, hidden_size) if out is None else out
-    negative_lse = scores.new_empty(tokens, num_sites)
-    sites = triton.next_power_of_2(num_sites)
-    # 8192 sums in fp32 fit the registers of a program
-    block = min(triton.next_power_of_2(hidden_size), max(16, 8192 // sites))
-    if tokens:
+    rows, token_stride = rows_of(sources)
+    (num_sites, hidden_size), (*shape, _), num_sources = queries.shape, sources[0].shape, len(sources)
+    mixes = queries.new_empty(num_sites, *shape, hidden_size, dtype=torch.float32)
+    states = None if weights == "sigmoid" else mixes.new_empty(num_sites, *shape, num_heads)
+    scores, inverse_rms = (
+        mixes.new_empty(*shape, num_sources, num_sites, num_heads),
+        mixes.new_empty(*shape, num_sources),
+    )
+    options = sites_shape(num_sites, hidden_size, num_heads, rows[0].dtype, MOST_OF_FORWARD)
+    groups, num_tokens = triton.cdiv(num_sites, options["SITES"]), len(rows[0])
+    num_programs, per_program = programs_over(num_tokens, groups)
+    if mixes.numel():
         launch(
-            read_closed_kernel, (tokens, triton.cdiv(hidden_size, block)),
-            values, scores, mixes, negative_lse,
-            values.stride(0), mixes.stride(0), scores.stride(0), scores.stride(2),
-            num_sources, num_sites, hidden_size, SITES=sites, BLOCK=block, num_warps=8,
+            read_closed_kernel, (groups, num_programs),
+            queries.contiguous(), addresses(rows, mixes.device), rows[0], mixes, states, scores, inverse_rms, eps,
+            num_tokens, per_program, token_stride, num_sources, num_sites, num_heads, hidden_size // num_heads,
+            WEIGHTS=weights, **options,
         )  # fmt: skip
-    return mixes, negative_lse
+    return mixes, states, scores, inverse_rms
+
+
+@triton.jit
+def closed_scores_backward_kernel(
+    table, like, states, scores, inverse_rms, to_queries, to_sources, num_tokens, token_stride,
+    num_sources, num_sites, num_heads, width,
+    WEIGHTS: tl.constexpr, SOURCES: tl.constexpr, SITES: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """The gradients of a token's scores: by how much its sources are in those of the queries and of themselves."""
+    token = tl.program_id(0).to(tl.int64)
+    hidden_size = num_heads * width
+    columns, inside = columns_of(num_heads, width, HEADS, WIDTH)
+    sources, heads = tl.arange(0, SOURCES), tl.arange(0, HEADS)
+    numbers, is_source = token * num_sources + sources, sources < num_sources
+    inv_rms = tl.load(inverse_rms + numbers, mask=is_source, other=0.0)
+    through_norm = tl.zeros([SOURCES], tl.float32)
+    for first in range(0, num_sites, SITES):
+        sites = first + tl.arange(0, SITES)
+        is_site = sites < num_sites
+        grads = tl.load(table + 2 * num_sources + sites, mask=is_site, other=0)
+        grad = tl.load(
+            tl.multiple_of(grads.to(scores.dtype), 16)[:, None, None] + token * hidden_size + columns[None],
+            mask=(grads != 0)[:, None, None] & inside[None], other=0.0,
+        )  # fmt: skip
+        grad_weights = tl.zeros([SOURCES, SITES, HEADS], tl.float32)
+        for i in tl.range(num_sources, num_stages=STAGES):
+            value = row_of(table, i, like, token * token_stride, columns, inside)
+            product = tl.sum(value[None] * grad, 2)
+            grad_weights = tl.where((sources == i)[:, None, None], product[None], grad_weights)
+
+        is_number = is_site[:, None] & (heads < num_heads)[None, :]
+        is_score = is_source[:, None, None] & is_number[None]
+        place = (numbers[:, None, None] * num_sites + sites[None, :, None]) * num_heads + heads[None, None, :]
+        score = tl.load(scores + place, mask=is_score, other=0.0)
+        if WEIGHTS == "sigmoid":
+            weight = tl.sigmoid(score)
+            grad_scores = grad_weights * weight * (1 - weight)
+        else:
+            rows = sites.to(tl.int64)[:, None] * num_tokens + token
+            state = tl.load(states + rows * num_heads + heads[None, :], mask=is_number, other=0.0)
+            grads = tl.load(table + 2 * num_sources + num_sites + sites, mask=is_site, other=0)
+            grad_state = tl.load(
+                grads.to(scores.dtype)[:, None] + token * num_heads + heads[None, :],
+                mask=(grads != 0)[:, None] & is_number, other=0.0,
+            )  # fmt: skip
+            weight = tl.where(is_score, tl.exp(score - state[None]), 0.0)
+            mean = tl.sum(weight * grad_weights, 0)
+            grad_scores = weight * (grad_weights + (grad_state - mean)[None])
+        tl.store(to_queries + place, grad_scores * inv_rms[:, None, None], mask=is_score)
+        through_norm += tl.sum(tl.sum(grad_scores * score, 2), 1)
+    # score = query . v / rms(v), whose derivative is query / rms - score * v / (hidden * rms^2)
+    tl.store(to_sources + numbers, -through_norm * inv_rms * inv_rms / hidden_size, mask=is_source)
+
+
+@triton.jit
+def read_closed_backward_kernel(
+    queries, table, like, states, scores, to_queries, to_sources, grad_queries, num_tokens, per_program, token_stride,
+    num_sources, num_sites, num_heads, width, blocks,
+    WEIGHTS: tl.constexpr, SITES: tl.constexpr, BLOCK: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """From the gradients of the scores on every column is by itself: some of one head, and all sites."""
+    hidden_size, head = num_heads * width, tl.program_id(0) // blocks
+    columns = tl.program_id(0) % blocks * BLOCK + tl.arange(0, BLOCK)
+    inside = columns < width
+    columns += head * width
+    sites = tl.arange(0, SITES)
+    is_site = sites < num_sites
+    place, is_tile = sites[:, None] * hidden_size + columns[None, :], is_site[:, None] & inside[None, :]
+    wide_queries = tl.load(queries + place, mask=is_tile, other=0.0).to(tl.float32)
+    grads = tl.load(table + 2 * num_sources + sites, mask=is_site, other=0)
+    rows = tl.multiple_of(grads.to(scores.dtype), 16)[:, None] + columns[None, :]
+    is_grad = (grads != 0)[:, None] & inside[None, :]
+    grad_query = tl.zeros([SITES, BLOCK], tl.float32)
+    first = tl.program_id(1).to(tl.int64) * per_program
+    for token in range(first, tl.minimum(first + per_program, num_tokens)):
+        grad = tl.load(rows + token * hidden_size, mask=is_grad, other=0.0)
+        state = tl.zeros([SITES], tl.float32)
+        if WEIGHTS != "sigmoid":
+            own_state = (sites.to(tl.int64) * num_tokens + token) * num_heads + head
+            state = tl.load(states + own_state, mask=is_site, other=0.0)
+        for i in tl.range(num_sources, num_stages=STAGES):
+            number = token * num_sources + i
+            own_scores = (number * num_sites + sites) * num_heads + head
+            weight = weights_of(tl.load(scores + own_scores, mask=is_site, other=0.0), state, WEIGHTS)
+            to_query = tl.load(to_queries + own_scores, mask=is_site, other=0.0)
+            value = row_of(table, i, like, token * token_stride, columns, inside)
+            grad_value = tl.sum(weight[:, None] * grad + to_query[:, None] * wide_queries, 0)
+            grad_value += tl.load(to_sources + number) * value
+            grad_source = pointer(table, num_sources + i, like) + token * hidden_size
+            tl.store(grad_source + columns, grad_value.to(like.dtype.element_ty), mask=inside)
+            grad_query += to_query[:, None] * value[None, :]
+    # Every program has a row of its own, so that the order of the sum is fixed
+    tl.store(grad_queries + tl.program_id(1).to(tl.int64) * num_sites * hidden_size + place, grad_query, mask=is_tile)
+
+
+def read_closed_backward(
+    grad_mixes: Sequence[torch.Tensor | None],
+    grad_states: Sequence[torch.Tensor | None],
+    queries: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    states: torch.Tensor | None,
+    scores: torch.Tensor,
+    inverse_rms: torch.Tensor,
+    num_heads: int = 1,
+    weights: str = "softmax",
+) -> tuple[torch.Tensor, list[torch.Tensor]]:
+    """Gradients of `read_closed`, from its results and those of them.
+
+    Args:
+        grad_mixes: of every site, `[..., hidden]` or `None`.
+        grad_states: of every site, `[..., heads]` or `None`.
+
+    Returns:
+        Those of the queries, `[sites, hidden]` in fp32, and of every source in its dtype.
+    """
+    rows, token_stride = rows_of(sources)
+    grad_sources = [source.new_empty(source.shape) for source in sources]
+    (num_sites, hidden_size), num_sources, num_tokens = queries.shape, len(sources), len(rows[0])
+    grads = [None if grad is None else in_one_piece(grad.float()) for grad in (*grad_mixes, *grad_states)]
+    options = columns_shape(num_sites, hidden_size, num_heads)
+    width = hidden_size // num_heads
+    blocks = triton.cdiv(width, options["BLOCK"])
+    num_programs, per_program = programs_over(num_tokens, num_heads * blocks)
+    grad_queries = scores.new_empty(num_programs, num_sites, hidden_size)
+    if scores.numel():
+        to_queries, to_sources = torch.empty_like(scores), torch.empty_like(inverse_rms)
+        table = addresses([*rows, *grad_sources, *grads], scores.device)
+        launch(
+            closed_scores_backward_kernel, (num_tokens,),
+            table, rows[0], states, scores, inverse_rms, to_queries, to_sources, num_tokens, token_stride,
+            num_sources, num_sites, num_heads, width, WEIGHTS=weights, SOURCES=triton.next_power_of_2(num_sources),
+            **sites_shape(num_sites, hidden_size, num_heads, rows[0].dtype, MOST_OF_SCORES),
+        )  # fmt: skip
+        launch(
+            read_closed_backward_kernel, (num_heads * blocks, num_programs),
+            queries.contiguous(), table, rows[0], states, scores, to_queries, to_sources, grad_queries,
+            num_tokens, per_program, token_stride, num_sources, num_sites, num_heads, width, blocks,
+            WEIGHTS=weights, **options,
+        )  # fmt: skip
+    return grad_queries.sum(0), grad_sources
+
+
+@triton.jit
+def merged(
+    query, mix, state, table, like, start, columns, inside, eps, num_local, hidden_size,
+    HAS_MIX: tl.constexpr, WEIGHTS: tl.constexpr, LOCAL: tl.constexpr, HEADS: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """The merge of a token, `[heads, width]`, the state with it, `[heads]`, and of the local sources the scores,
+    `[local, heads]`, and the inverse rms, `[local]`.
+    """
+    sources = tl.arange(0, LOCAL)
+    scores, inverse_rms = tl.zeros([LOCAL, HEADS], tl.float32), tl.zeros([LOCAL], tl.float32)
+    normaliser = tl.full([HEADS], 1.0 if HAS_MIX or WEIGHTS == "softmax1" else 0.0, tl.float32)
+    for i in tl.range(num_local, num_stages=STAGES):
+        value = row_of(table, i, like, start, columns, inside)
+        inv_rms = tl.rsqrt(tl.sum(value * value) / hidden_size + eps)
+        score = tl.sum(value * query, 1) * inv_rms
+        if WEIGHTS == "sigmoid":
+            mix += tl.sigmoid(score)[:, None] * value
+        else:
+            largest = tl.maximum(state, score)
+            shrink, weight = tl.exp(state - largest), tl.exp(score - largest)
+            mix = mix * shrink[:, None] + weight[:, None] * value
+            normaliser = normaliser * shrink + weight
+            state = largest
+        scores = tl.where((sources == i)[:, None], score[None, :], scores)
+        inverse_rms = tl.where(sources == i, inv_rms, inverse_rms)
+    if WEIGHTS != "sigmoid":
+        mix /= normaliser[:, None]
+        state += tl.log(normaliser)
+    return mix, state, scores, inverse_rms
+
+
+@triton.jit
+def closed_of(
+    mix, state, token, columns, inside, num_heads, hidden_size,
+    HAS_MIX: tl.constexpr, WEIGHTS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr,
+):  # fmt: skip
+    """What phase 1 hands on for a token: mix and state. Without it nothing, and `softmax1` has a score of zero."""
+    heads = tl.arange(0, HEADS)
+    own_mix = tl.zeros([HEADS, WIDTH], tl.float32)
+    own_state = tl.full([HEADS], float("-inf") if WEIGHTS == "softmax" and not HAS_MIX else 0.0, tl.float32)
+    if HAS_MIX:
+        own_mix = tl.load(mix + token * hidden_size + columns, mask=inside, other=0.0)
+        if WEIGHTS != "sigmoid":
+            own_state = tl.load(state + token * num_heads + heads, mask=heads < num_heads, other=0.0)
+    return own_mix, own_state
 
 
 @triton.jit
 def merge_kernel(
-    query, partial, mix, negative_lse, norm_weight, merged,
-    mix_stride, lse_stride, eps_norm, factor, norm_eps, hidden_size,
-    HAS_NORM: tl.constexpr, BLOCK: tl.constexpr,
+    query, mix, state, table, like, norm_weight, result, eps, norm_eps, factor, query_stride, token_stride,
+    num_local, num_heads, width,
+    HAS_MIX: tl.constexpr, HAS_NORM: tl.constexpr, WEIGHTS: tl.constexpr,
+    LOCAL: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64)
-    columns = tl.arange(0, BLOCK)
-    inside = columns < hidden_size
-    place = token * hidden_size + columns
-    value = tl.load(partial + place, mask=inside, other=0.0).to(tl.float32)
-    length = tl.sqrt(tl.sum(value * value) + tl.load(eps_norm) * tl.load(eps_norm))
-    score = tl.sum(value * tl.load(query + columns, mask=inside, other=0.0)) / length
-    alpha = tl.sigmoid(score + tl.load(negative_lse + token * lse_stride))
-    closed = tl.load(mix + token * mix_stride + columns, mask=inside, other=0.0)
-    total = ((closed + alpha * (value - closed)) * factor).to(merged.dtype.element_ty)
+    token, hidden_size = tl.program_id(0).to(tl.int64), num_heads * width
+    columns, inside = columns_of(num_heads, width, HEADS, WIDTH)
+    wide_query = tl.load(query + token * query_stride + columns, mask=inside, other=0.0).to(tl.float32)
+    own_mix, own_state = closed_of(
+        mix, state, token, columns, inside, num_heads, hidden_size, HAS_MIX, WEIGHTS, HEADS, WIDTH
+    )
+    total, _, _, _ = merged(
+        wide_query, own_mix, own_state, table, like, token * token_stride, columns, inside, eps, num_local,
+        hidden_size, HAS_MIX, WEIGHTS, LOCAL, HEADS, STAGES,
+    )  # fmt: skip
+    dtype = result.dtype.element_ty
     if HAS_NORM:
-        norm = tl.load(norm_weight + columns, mask=inside, other=0.0)
-        total = rms_norm(total.to(tl.float32), norm, norm_eps, hidden_size, merged)
-    tl.store(merged + place, total, mask=inside)
+        weight = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
+        total = rms_norm(total.to(dtype).to(tl.float32), weight, norm_eps, hidden_size, result)
+    else:
+        total = (total * factor).to(dtype)
+    tl.store(result + token * hidden_size + columns, total, mask=inside)
 
 
 def merge(
     query: torch.Tensor,
-    partial: torch.Tensor,
-    mix: torch.Tensor,
-    negative_lse: torch.Tensor,
-    eps_norm: torch.Tensor,
-    norm: nn.Module | None,
-    factor: int = 1,
+    mix: torch.Tensor | None,
+    state: torch.Tensor | None,
+    sources: Sequence[torch.Tensor],
+    dtype: torch.dtype,
+    eps: float,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+    factor: float = 1,
+    num_heads: int = 1,
+    weights: str = "softmax",
 ) -> torch.Tensor:
-    """Phase 2 in one pass: the score of the partial sum, the merge, and the norm behind it.
+    """Phase 2: the local sources of a site merged into its mix of the closed ones, and the norm behind it.
 
     Args:
-        query, partial, mix, negative_lse, eps_norm: as of `block_cache.merge_partial`.
-        norm, factor: as of `BlockCache.read`.
+        query: folded query of the site, `[hidden]`, or one for each token, `[..., hidden]`.
+        mix, state: results of phase 1 at this site, `[..., hidden]` and `[..., heads]`, or `None` of nothing.
+        sources: the local ones, each `[..., hidden]`. May be none if something is closed.
+        dtype: of the result.
+        norm_weight, norm_eps: of Llama's RMSNorm.
+        factor: by which the mix is multiplied, without rounding in between.
 
     Returns:
-        The normed mix, of the shape of `partial`.
+        `[..., hidden]`.
     """
-    partial = partial.contiguous()
-    merged, hidden_size = torch.empty_like(partial), partial.shape[-1]
-    mix, negative_lse = mix.flatten(0, -2), negative_lse.flatten()
-    norm_parameters = rms_norm_parameters(norm, partial.dtype)
-    weight, eps = norm_parameters or (query, 0.0)
-    if merged.numel():
+    rows, token_stride, like = local_of(mix, sources)
+    *shape, hidden_size = like.shape
+    result = query.new_empty(*shape, hidden_size, dtype=dtype)
+    if result.numel():
         launch(
-            merge_kernel, (len(mix),),
-            query, partial, mix, negative_lse, weight, merged,
-            mix.stride(0), negative_lse.stride(0), eps_norm, float(factor), eps, hidden_size,
-            HAS_NORM=norm_parameters is not None, **launch_shape(hidden_size),
+            merge_kernel, (result.numel() // hidden_size,),
+            *contiguous(query, mix, state), addresses(rows, query.device), rows[0] if rows else mix,
+            *contiguous(norm_weight), result,
+            eps, norm_eps / factor**2, float(factor), 0 if query.ndim == 1 else hidden_size, token_stride,
+            len(rows), num_heads, hidden_size // num_heads,
+            HAS_MIX=mix is not None, HAS_NORM=norm_weight is not None, WEIGHTS=weights,
+            LOCAL=triton.next_power_of_2(max(1, len(rows))), **row_shape(hidden_size, num_heads, like.dtype),
         )  # fmt: skip
-    return merged if norm is None or norm_parameters else norm_of(norm, merged)
+    return result
+
+
+def local_of(
+    mix: torch.Tensor | None, sources: Sequence[torch.Tensor]
+) -> tuple[list[torch.Tensor], int, torch.Tensor]:
+    """As `rows_of`, where there may be none, and a tensor of the shape of the result."""
+    if not sources and mix is None:
+        raise ValueError("There is nothing to merge: no mix of closed sources, and no local source.")
+    return (*rows_of(sources), sources[0]) if sources else ([], 0, mix)
+
+
+@triton.jit
+def merge_backward_kernel(
+    grad_result, query, mix, state, table, like, norm_weight, grad_queries, grad_mix, grad_state, grad_norm_weights,
+    eps, norm_eps, factor, num_tokens, per_program, token_stride, num_local, num_heads, width,
+    QUERY_OF_TOKEN: tl.constexpr, HAS_MIX: tl.constexpr, HAS_NORM: tl.constexpr, WEIGHTS: tl.constexpr,
+    LOCAL: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    hidden_size = num_heads * width
+    dtype = grad_result.dtype.element_ty
+    columns, inside = columns_of(num_heads, width, HEADS, WIDTH)
+    sources, heads = tl.arange(0, LOCAL), tl.arange(0, HEADS)
+    grad_query, grad_norm_weight = tl.zeros([HEADS, WIDTH], tl.float32), tl.zeros([HEADS, WIDTH], tl.float32)
+    if not QUERY_OF_TOKEN:
+        wide_query = tl.load(query + columns, mask=inside, other=0.0).to(tl.float32)
+    if HAS_NORM:
+        weight_of_norm = tl.load(norm_weight + columns, mask=inside, other=0.0).to(tl.float32)
+    first = tl.program_id(0).to(tl.int64) * per_program
+    for token in range(first, tl.minimum(first + per_program, num_tokens)):
+        start, place = token * token_stride, token * hidden_size + columns
+        if QUERY_OF_TOKEN:
+            wide_query = tl.load(query + place, mask=inside, other=0.0).to(tl.float32)
+            grad_query = tl.zeros([HEADS, WIDTH], tl.float32)
+        own_mix, own_state = closed_of(
+            mix, state, token, columns, inside, num_heads, hidden_size, HAS_MIX, WEIGHTS, HEADS, WIDTH
+        )
+        # The merge and its norm again
+        total, merged_state, scores, inverse_rms = merged(
+            wide_query, own_mix, own_state, table, like, start, columns, inside, eps, num_local, hidden_size,
+            HAS_MIX, WEIGHTS, LOCAL, HEADS, STAGES,
+        )  # fmt: skip
+        grad = tl.load(grad_result + place, mask=inside, other=0.0).to(tl.float32)
+        if HAS_NORM:
+            rounded = total.to(dtype).to(tl.float32)
+            inv_rms = tl.rsqrt(tl.sum(rounded * rounded) / hidden_size + norm_eps)
+            normalised = rounded * inv_rms
+            grad_norm_weight += grad * normalised.to(dtype).to(tl.float32)
+            grad = (grad * weight_of_norm).to(dtype).to(tl.float32)
+            grad = inv_rms * (grad - normalised * (tl.sum(grad * normalised) / hidden_size))
+            grad = grad.to(dtype).to(tl.float32)
+        else:
+            grad *= factor
+
+        mean = tl.sum(grad * total, 1)
+        grad_closed = tl.zeros([HEADS], tl.float32)
+        for i in tl.range(num_local, num_stages=STAGES):
+            score = tl.sum(tl.where((sources == i)[:, None], scores, 0.0), 0)
+            inv_rms = tl.sum(tl.where(sources == i, inverse_rms, 0.0))
+            weight = weights_of(score, merged_state, WEIGHTS)
+            value = row_of(table, i, like, start, columns, inside)
+            grad_weight = tl.sum(grad * value, 1)
+            if WEIGHTS == "sigmoid":
+                grad_score = grad_weight * weight * (1 - weight)
+            else:
+                grad_score = weight * (grad_weight - mean)
+            # The source is in the merge and in its own score, see `closed_scores_backward_kernel`
+            to_query = (grad_score * inv_rms)[:, None]
+            to_source = -tl.sum(grad_score * score) * inv_rms * inv_rms / hidden_size
+            grad_value = weight[:, None] * grad + to_query * wide_query + to_source * value
+            grad_source = pointer(table, num_local + i, like)
+            tl.store(grad_source + place, grad_value.to(like.dtype.element_ty), mask=inside)
+            grad_query += to_query * value
+            grad_closed -= grad_score  # those of a softmax add up to zero
+        if HAS_MIX:
+            if WEIGHTS != "sigmoid":
+                tl.store(grad_state + token * num_heads + heads, grad_closed, mask=heads < num_heads)
+                grad *= tl.exp(own_state - merged_state)[:, None]
+            tl.store(grad_mix + place, grad, mask=inside)
+        if QUERY_OF_TOKEN:
+            tl.store(grad_queries + place, grad_query, mask=inside)
+    own_row = tl.program_id(0).to(tl.int64) * hidden_size + columns
+    if not QUERY_OF_TOKEN:
+        tl.store(grad_queries + own_row, grad_query, mask=inside)
+    if HAS_NORM:
+        tl.store(grad_norm_weights + own_row, grad_norm_weight, mask=inside)
+
+
+def merge_backward(
+    grad: torch.Tensor,
+    query: torch.Tensor,
+    mix: torch.Tensor | None,
+    state: torch.Tensor | None,
+    sources: Sequence[torch.Tensor],
+    eps: float,
+    norm_weight: torch.Tensor | None = None,
+    norm_eps: float = 0.0,
+    factor: float = 1,
+    num_heads: int = 1,
+    weights: str = "softmax",
+) -> tuple[torch.Tensor | None | list[torch.Tensor], ...]:
+    """Gradients of `merge`, from its arguments and that of its result, which is of the dtype of the result.
+
+    Returns:
+        Those of query, mix, state and norm weight, each in fp32 and of the shape of what it is of, or `None` where
+        that is, and of every local source in its dtype.
+    """
+    rows, token_stride, like = local_of(mix, sources)
+    grad_sources = [source.new_empty(source.shape) for source in sources]
+    hidden_size, of_token = like.shape[-1], query.ndim > 1
+    num_tokens = like.shape[:-1].numel()
+    num_programs, per_program = programs_over(num_tokens)
+    grad_mix, grad_state = (None if closed is None else closed.new_empty(closed.shape) for closed in (mix, state))
+    grad_queries = query.new_empty(query.shape if of_token else (num_programs, hidden_size), dtype=torch.float32)
+    of_norm = None if norm_weight is None else grad_queries.new_empty(num_programs, hidden_size)
+    if num_tokens:
+        launch(
+            merge_backward_kernel, (num_programs,),
+            *contiguous(grad, query, mix, state), addresses([*rows, *grad_sources], query.device),
+            rows[0] if rows else mix, *contiguous(norm_weight), grad_queries, grad_mix, grad_state, of_norm,
+            eps, norm_eps / factor**2, float(factor), num_tokens, per_program, token_stride,
+            len(rows), num_heads, hidden_size // num_heads,
+            QUERY_OF_TOKEN=of_token, HAS_MIX=mix is not None, HAS_NORM=norm_weight is not None, WEIGHTS=weights,
+            LOCAL=triton.next_power_of_2(max(1, len(rows))), **row_shape(hidden_size, num_heads, like.dtype),
+        )  # fmt: skip
+    grad_query = grad_queries if of_token else grad_queries.sum(0)
+    return grad_query, grad_mix, grad_state, None if of_norm is None else of_norm.sum(0), grad_sources
 
 
 @torch.inference_mode(False)
+@torch.enable_grad()
 def try_on(device: torch.device, dtype: torch.dtype):
     """Run every kernel on a few numbers.
 
@@ -514,75 +599,50 @@ def try_on(device: torch.device, dtype: torch.dtype):
     """
     generator = torch.Generator("cpu").manual_seed(0)
 
-    def random(*shape: int, dtype: torch.dtype = dtype) -> torch.Tensor:
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
 
-    # 2 tokens, 3 closed sources, 2 sites, and a hidden size that is no power of 2
-    numbers = {"closed": random(2, 3, 96), "partial": random(2, 96), "grad": random(2, 96), "norm_weight": random(96)}
-    wide = {"scores": (2, 3, 2), "query": (96,), "grad_scores": (2, 1), "grad_weights": (2, 4), "weights": (2, 4)}
-    numbers |= {name: random(*shape, dtype=torch.float32) for name, shape in wide.items()}
-    numbers |= {
-        "scores": numbers["scores"].mT,
-        "query": numbers["query"] / 10,
-        "weights": numbers["weights"].softmax(-1),
+    # 2 tokens, 3 closed sources, 2 local ones, 2 sites, and a hidden size that is no power of 2
+    queries, mix, state, norm_weight = random(2, 96) / 10, random(2, 96), random(2, 1), random(96, dtype=dtype)
+    closed, local = list(random(3, 2, 96, dtype=dtype)), list(random(2, 2, 96, dtype=dtype))
+    grad_mixes, grad_states, grad = random(2, 2, 96), random(2, 2, 1), random(2, 96, dtype=dtype)
+
+    mixes, states, *saved = read_closed(queries, closed, 1.0)
+    grad_queries, grad_closed = read_closed_backward([*grad_mixes], [*grad_states], queries, closed, states, *saved)
+    arguments, of_norm = (queries[0], mix, state, local), (norm_weight, 1.0, 3)
+    grads = merge_backward(grad, *arguments, 1.0, *of_norm)
+    actual = {
+        "read_closed": [mixes, states],
+        "read_closed_backward": [grad_queries, *grad_closed],
+        "merge": [merge(*arguments, dtype, 1.0, *of_norm)],
+        "merge_backward": [*grads[:-1], *grads[-1]],
     }
-    actual, expected = _by_kernels(**numbers), _by_definition(**numbers)
+
+    def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.double().requires_grad_() for tensor in tensors]
+
+    def normed(rows: torch.Tensor, eps: float = 1.0) -> torch.Tensor:
+        return rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+    queries, *closed = of_closed = leaves(queries, *closed)
+    values = torch.stack(closed, dim=1)
+    scores = (normed(values) @ queries.mT).mT  # [tokens, sites, sources]
+    outputs = [(scores.softmax(-1) @ values).transpose(0, 1), scores.logsumexp(-1, keepdim=True).transpose(0, 1)]
+    query, mix, state, norm_weight, *local = of_merge = leaves(queries[0].detach(), mix, state, norm_weight, *local)
+    values = torch.stack(local, dim=1)
+    merge_weights = torch.cat([state, normed(values) @ query], dim=-1).softmax(-1)
+    merged_mix = 3 * (merge_weights[:, None] @ torch.cat([mix[:, None], values], dim=1))[:, 0]
+    result = normed(merged_mix) * norm_weight
+    expected = {
+        "read_closed": outputs,
+        "read_closed_backward": torch.autograd.grad(outputs, of_closed, [grad_mixes.double(), grad_states.double()]),
+        "merge": [result],
+        "merge_backward": torch.autograd.grad(result, of_merge, grad.double()),
+    }
     # in fp32 sums of 96 products, in a half precision the rounding of the result and of what it is made of
     tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
     for name, results in actual.items():
-        for result, definition in zip(results, expected[name], strict=True):
-            error = (result.double() - definition).abs().max() / definition.abs().max()
+        for tensor, definition in zip(results, expected[name], strict=True):
+            error = (tensor.detach().double() - definition).abs().max() / definition.abs().max()
             if not error <= tolerance:
                 raise ArithmeticError(f"`{name}` is off by {error:.1e}")
-
-
-def _by_kernels(closed, partial, grad, norm_weight, scores, query, grad_scores, grad_weights, weights):
-    sources, eps_norm = [*closed.unbind(1), partial], query.new_ones(())
-    mixes, negative_lse = read_closed(closed, scores)
-    score_of_partial, inverse_rms = score(query, partial, 1.0)
-    saved = read(query, scores[:, 0], norm_weight, 1.0, 1.0, sources)
-    norm = LlamaRMSNorm(96, eps=1.0).to(partial.device, partial.dtype)
-    norm.weight.data.copy_(norm_weight)
-    return {
-        "score": [score_of_partial, inverse_rms],
-        "score_backward": score_backward(grad_scores, query, partial, inverse_rms, score_of_partial),
-        "weighted_sum": [weighted_sum(weights, sources)],
-        "weighted_sum_backward": weighted_sum_backward(grad, weights, sources),
-        "read": saved,
-        "read_backward": read_backward(grad, grad_weights, query, norm_weight, 1.0, *saved[1:], sources),
-        "read_closed": [mixes, negative_lse],
-        "merge": [merge(query, partial, mixes[:, 0], negative_lse[:, :1], eps_norm, norm, factor=3)],
-    }
-
-
-@torch.enable_grad()
-def _by_definition(closed, partial, grad, norm_weight, scores, query, grad_scores, grad_weights, weights):
-    query, scores, weights, norm_weight, *sources = (
-        tensor.double().requires_grad_()
-        for tensor in (query, scores, weights, norm_weight, *closed.unbind(1), partial)
-    )
-    values, partial = torch.stack(sources, dim=1), sources[-1]
-
-    def normed(mix: torch.Tensor) -> torch.Tensor:
-        return mix * (mix.square().mean(-1, keepdim=True) + 1).rsqrt() * norm_weight
-
-    inverse_rms = (partial.square().mean(-1, keepdim=True) + 1).rsqrt()
-    score_of_partial = partial @ query[:, None] * inverse_rms
-    mix = (weights[:, None] @ values)[:, 0]
-    read_weights = torch.cat([scores[:, 0], score_of_partial], dim=-1).softmax(-1)
-    normed_mix = normed((read_weights[:, None] @ values)[:, 0])
-    shifted = partial @ query[:, None] / (partial.square().sum(-1, keepdim=True) + 1).sqrt()
-    merge_weights = torch.cat([scores[:, 0], shifted], dim=-1).softmax(-1)
-    grad, grad_scores, grad_weights = grad.double(), grad_scores.double(), grad_weights.double()
-    leaves = [query, scores, norm_weight, *sources]
-    grads = torch.autograd.grad([normed_mix, read_weights], leaves, [grad, grad_weights], retain_graph=True)
-    return {
-        "score": [score_of_partial, inverse_rms],
-        "score_backward": torch.autograd.grad(score_of_partial, [query, partial], grad_scores, retain_graph=True),
-        "weighted_sum": [mix],
-        "weighted_sum_backward": torch.autograd.grad(mix, [weights, *sources], grad),
-        "read": [normed_mix, read_weights, score_of_partial, inverse_rms],
-        "read_backward": [grads[0], grads[1][:, 0], *grads[2:]],
-        "read_closed": [scores.softmax(-1) @ values[:, :3], -scores.logsumexp(-1)],
-        "merge": [normed(3 * (merge_weights[:, None] @ values)[:, 0])],
-    }
