@@ -345,7 +345,9 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         stream.is_rebuilt = False
         if torch.is_grad_enabled() or recorder is not None or uses_definition():
             return stream
-        return stream.keep_in(BlockCache() if kv_cache is None else BlockCache.beside(kv_cache))
+        # A compiled graph plans its own memory
+        reuse = kv_cache is not None and not torch.compiler.is_compiling()
+        return stream.keep_in(BlockCache.beside(kv_cache) if reuse else BlockCache())
 
     def fold_queries(self) -> tuple[torch.Tensor, ...]:
         """What the forward of the depth queries gives, `[sites, hidden]` first."""

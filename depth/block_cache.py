@@ -3,6 +3,7 @@
 
 import weakref
 from collections.abc import Sequence
+from types import ModuleType
 from typing import Any
 
 import torch
@@ -15,7 +16,7 @@ from .backends import kernels_for, use_kernels
 from .norms import norm_of, rms_norm_parameters
 from .one_token import OneTokenCache
 from .reads import ReadConfig
-from .two_phases import end_of_chunk
+from .two_phases import Reader, end_of_chunk
 
 
 # A generation is known by its KV cache, and its buffers are freed with it
@@ -41,6 +42,7 @@ class BlockCache:
     l2_norms: torch.Tensor  # `[rows, blocks]`
     queries: torch.Tensor  # `[sites, hidden]`, times `sqrt(hidden)`
     one_token: OneTokenCache | None
+    kernels: ModuleType | None
     site_queries: Sequence[torch.Tensor]
     eps_norms: dict[float, torch.Tensor]
 
@@ -81,7 +83,7 @@ class BlockCache:
             self.layout, self.shape, self.dtype = layout, like.shape, like.dtype
             self.block_size, self.eps, self.read_config = block_size, eps, read_config
             self._allocate(like, len(queries))
-        torch.mul(queries, self.shape[-1] ** 0.5, out=self.queries)
+        torch.mul(queries, 1.0 if self.kernels is not None else self.shape[-1] ** 0.5, out=self.queries)
         self.num_passes += 1
         self.num_closed, self.chunk = 0, (0, 0)
         if self.one_token is not None:
@@ -96,8 +98,8 @@ class BlockCache:
         self.eps_norm = self._eps_norm(self.eps)
         is_softmax_of_one = num_heads == 1 and self.read_config.weights == "softmax"
         is_plain = is_softmax_of_one and self.read_config.query == "learned" and self.read_config.open_block == "sum"
-        self.is_kernels = use_kernels(like)
-        if self.is_kernels:  # which convert as they load, and take a source in one piece
+        self.kernels = kernels_for(like)
+        if self.kernels is not None:  # which convert as they load, and take a source in one piece
             self.values = like.new_empty(num_blocks, num_tokens, hidden_size)
             self.blocks = [block.view(self.shape) for block in self.values]
             return
@@ -130,7 +132,7 @@ class BlockCache:
             The block as it is kept, valid until the next `start`; or itself, if the cache keeps it in another form.
         """
         number, self.num_closed = self.num_closed, self.num_closed + 1
-        if self.is_kernels:
+        if self.kernels is not None:
             self.values[number].copy_(block.flatten(0, -2))
         elif self.one_token is not None:
             self.one_token.append(block)
@@ -176,6 +178,8 @@ class BlockCache:
             return mix if norm is None else norm_of(norm, mix)
         if self.one_token is not None:
             return self.one_token.read(site, open_sources[0] if open_sources else None, norm, factor)
+        if self.kernels is not None:
+            return self._read_by_kernels(site, open_sources, norm, factor, query)
         how = Merge(len(open_sources), self.read_config.weights, self.shape, self.dtype, factor)
         values = [by_head(source, self.read_config.num_heads) for source in open_sources]
         if query is not None:
@@ -192,6 +196,20 @@ class BlockCache:
         # Out of the buffer, which the next chunk overwrites
         result = result.clone() if result.data_ptr() == total.data_ptr() and not values else result
         return result if norm is None else norm_of(norm, result)
+
+    def _read_by_kernels(self, site: int, open_sources, norm, factor: int, query) -> torch.Tensor:
+        of_read = self.eps, self.read_config.num_heads, self.read_config.weights
+        reader, closed = Reader(self.blocks[0], *of_read, self.kernels), self.blocks[: self.num_closed]
+        if query is not None:
+            return reader.merge_by_kernels(query, [*closed, *open_sources], norm, factor)
+        first, end = self.chunk
+        if not first <= site < end or self.num_closed < self.num_read:
+            first, end = self.chunk = site, end_of_chunk(site, self.block_size, len(self.queries))
+            self.mix, self.state, _, _ = self.kernels.read_closed(self.queries[first:end], closed, *of_read)
+            self.num_read = self.num_closed
+        of_closed = self.mix[site - first], None if self.state is None else self.state[site - first]
+        local = [*closed[self.num_read :], *open_sources]
+        return reader.merge_by_kernels(self.site_queries[site], local, norm, factor, *of_closed)
 
     def _read(self, site: int, how: Merge, values: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mix by a learned query, with that of open sources `[tokens, heads, width]`."""

@@ -16,7 +16,7 @@ from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 
 from .autograd import TokenScores, by_head, dot, key_l2_norm
-from .block_cache import BlockCache
+from .backends import kernels_for
 from .definition import scores_by_definition
 from .norms import norm_of
 from .reads import WEIGHTS, ReadConfig
@@ -112,7 +112,10 @@ class InputDependentStream(VariantStream):
 
     def _read_in_two_phases(self, norm: nn.Module | None) -> torch.Tensor:
         """All sources at once: a query that sees the input is not known before the sublayers in front have run."""
-        reader = Reader(self.newest, self.read_config.num_heads, self.read_config.weights)
+        how, kernels = (self.read_config.num_heads, self.read_config.weights), kernels_for(self.newest)
+        reader = Reader(self.newest, self.eps, *how, kernels)
+        if kernels is not None:
+            return reader.merge_by_kernels(self._query(), self.sources, norm, self._factor())
         return reader.merge(self._token_scores(), self.sources, norm, self._factor())
 
     def _token_scores(self) -> list[torch.Tensor]:

@@ -21,7 +21,7 @@ import torch
 from torch import nn
 from torch.utils import _pytree as pytree
 
-from .backends import backend_of
+from .backends import backend_of, kernels_for
 from .block_cache import BlockCache
 from .definition import mix_by_definition, scores_by_definition, weights_by_definition
 from .kernels import fused_read
@@ -210,10 +210,8 @@ class DepthStream(TensorLike):
         end = end_of_chunk(self.site, self.block_size, len(self.queries))
         if self.read_until is not None and self.site < self.read_until:
             end = min(end, self.read_until)
-        queries, read_config = self.queries[self.site : end], self.read_config
-        return Chunk(
-            (self.site, end), queries, self.blocks, self.eps, read_config.num_heads, read_config.weights, before
-        )
+        queries, how = self.queries[self.site : end], (self.read_config.num_heads, self.read_config.weights)
+        return Chunk((self.site, end), queries, self.blocks, self.eps, *how, before, kernels_for(self.newest))
 
     def _read_by_definition(self, norm: nn.Module | None) -> torch.Tensor:
         """In plain operations, with weights that are recorded."""

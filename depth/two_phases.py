@@ -40,6 +40,7 @@ from .autograd import (
     side_by_side,
     wide_dtype,
 )
+from .kernel_phases import MergeByKernels, ReadClosedByKernels
 from .norms import norm_of, norm_tensors, rms_norm_parameters
 
 
@@ -72,11 +73,20 @@ class Reader:
 
     Args:
         like: has the shape, dtype and device of every source, `[batch, seq, hidden]`.
+        eps: epsilon of the key RMSNorm.
         num_heads, weights: as of `ReadConfig`.
+        kernels: a module of kernels to run in place of torch's operations.
     """
 
-    def __init__(self, like: torch.Tensor, num_heads: int = 1, weights: str = "softmax"):
-        self.like, self.num_heads, self.weights = like, num_heads, weights
+    def __init__(
+        self,
+        like: torch.Tensor,
+        eps: float,
+        num_heads: int = 1,
+        weights: str = "softmax",
+        kernels: ModuleType | None = None,
+    ):
+        self.like, self.eps, self.num_heads, self.weights, self.kernels = like, eps, num_heads, weights, kernels
         self.eps_norms: dict[float, torch.Tensor] = {}
 
     def eps_norm_of(self, eps: float) -> torch.Tensor:
@@ -134,6 +144,33 @@ class Reader:
         return MergeOpen.apply(how, mix, state, query, *scores, *sources, *of_norm)
 
 
+    def merge_by_kernels(
+        self,
+        query: torch.Tensor,
+        sources: Sequence[torch.Tensor],
+        norm: nn.Module | None,
+        factor: int,
+        mix: torch.Tensor | None = None,
+        state: torch.Tensor | None = None,
+        closed: tuple[Any, int] | None = None,
+    ) -> torch.Tensor:
+        """As `merge`, of the query of the site, `[hidden]`, or of those of its tokens, `[batch, seq, hidden]`."""
+        weight, norm_eps = rms_norm_parameters(norm, self.like.dtype) or (None, 0.0)
+        options = {
+            "dtype": self.like.dtype,
+            "eps": self.eps,
+            "norm_eps": norm_eps,
+            "factor": factor,
+            "num_heads": self.num_heads,
+            "weights": self.weights,
+        }
+        if torch.is_grad_enabled():
+            read = MergeByKernels.apply(self.kernels, options, closed, query, mix, state, weight, *sources)
+        else:
+            read = self.kernels.merge(query, mix, state, sources, norm_weight=weight, **options)
+        return read if norm is None or weight is not None else norm_of(norm, read)
+
+
 class Chunk(Reader):
     """The sites that share phase 1 in one forward pass, and what has been computed for them.
 
@@ -158,9 +195,14 @@ class Chunk(Reader):
         before: "Chunk | None" = None,
         kernels: ModuleType | None = None,
     ):
-        super().__init__(blocks[0], num_heads, weights)
+        super().__init__(blocks[0], eps, num_heads, weights, kernels)
         self.first, self.end = sites
         self.num_closed, self.with_grad = len(blocks), torch.is_grad_enabled()
+        self.node = None
+        if kernels is not None:
+            self.rows = queries.unbind(0)
+            self._read_closed_by_kernels(queries, blocks)
+            return
         self.queries = queries.to(wide_dtype(self.like.dtype)) * self.like.shape[-1] ** 0.5
         self.rows = self.queries.unbind(0)
         self.local: list[LocalScores] = []  # of sources that later sites of the chunk read as well
@@ -170,7 +212,6 @@ class Chunk(Reader):
             self.eps_norms = before.eps_norms
         self.eps_norm = self.eps_norm_of(eps)
         self._put_side_by_side(blocks, before)
-        self.node = None
         if in_plain_operations():
             scores = closed_scores(self.queries, self.values, self.l2_norms)
             mixes, states = by_site(*read_closed(self.values, scores, weights))
@@ -179,6 +220,16 @@ class Chunk(Reader):
             mixes, states = found[: len(queries)], found[len(queries) :]
             self.node = mixes[0].grad_fn
         self.mixes, self.states = mixes, states or (None,) * len(queries)
+
+    def _read_closed_by_kernels(self, queries: torch.Tensor, blocks: Sequence[torch.Tensor]):
+        arguments = self.eps, self.num_heads, self.weights
+        if self.with_grad:
+            found = ReadClosedByKernels.apply(self.kernels, *arguments, queries, *blocks)
+            self.mixes, states = found[: len(queries)], found[len(queries) :]
+            self.node = self.mixes[0].grad_fn
+        else:
+            self.mixes, states, _, _ = self.kernels.read_closed(queries, blocks, *arguments)
+        self.states = (None,) * len(queries) if states is None or not len(states) else states
 
     def _put_side_by_side(self, blocks: Sequence[torch.Tensor], before: "Chunk | None"):
         """The closed sources in one tensor, and the L2 norms of their keys, `[tokens, sources]`."""
@@ -211,6 +262,8 @@ class Chunk(Reader):
         place = site - self.first
         closed = None if self.node is None else (self.node, place)
         of_closed = self.mixes[place], self.states[place], closed
+        if self.kernels is not None:
+            return self.merge_by_kernels(self.rows[place], local, norm, factor, *of_closed)
         if local and (num_lasting < len(local) or site + 1 == self.end):
             scores = [self._scores(source)[place] for source in local[:-1]]
             return self.merge(scores, local, norm, factor, *of_closed, self.rows[place], self.eps_norm)
