@@ -6,7 +6,7 @@
 per token; everything else is computed again.
 
 Inside, a source is `[tokens, heads, width]`, where `heads * width` is the hidden size and the paper's read has one
-head. Keys are `sqrt(hidden) * v / |v|`, with the epsilon in the L2 norm: queries are given multiplied by `sqrt(hidden)`.
+head. Keys are `sqrt(hidden) * v / |v|`, with the epsilon in the L2 norm; the root is in the queries that are given.
 """
 
 from collections.abc import Sequence
@@ -153,7 +153,8 @@ def read_closed(values: torch.Tensor, scores: torch.Tensor, weights: str):
         weights: `softmax`, `softmax1` or `sigmoid`.
 
     Returns:
-        Their mixes, `[heads, tokens, sites, width]`, and what phase 2 has to know, `[heads, tokens, sites]`, or `None`.
+        Their mixes, `[heads, tokens, sites, width]`, and what phase 2 has to know, `[heads, tokens, sites]`: the
+        logarithm of the sum of the weights' numerators; of a sigmoid nothing.
     """
     of_closed, state = weights_of_closed(scores, weights)
     if values.shape[2] == 1 and weights == "softmax":  # over one source: it is 1
@@ -323,7 +324,7 @@ def merged(how: Merge, mix, state, scores: Sequence[torch.Tensor], values: Seque
 
 
 def merge_backward(how: Merge, grad, mix, weights, values, needs_mix: bool, needs_values: Sequence[bool]):
-    """Gradients of mix, state, scores and values of `merged`, from that of the mix of all, `[tokens, heads, width]`."""
+    """Gradients of mix, state, scores and values of `merged`, from that of what it gives, `[tokens, heads, width]`."""
     if not values:
         return grad, None, [], []
     if how.weights != "sigmoid" and mix is not None and len(values) == 1:

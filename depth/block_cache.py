@@ -11,11 +11,23 @@ from torch import nn
 from transformers.utils.generic import maybe_autocast
 from transformers.utils.import_utils import is_tracing
 
-from .autograd import Merge, by_head, dot, key_l2_norm, merged, multiplied, product_of, read_closed, rms_normed, score_of, weights_of_closed
+from .autograd import (
+    Merge,
+    by_head,
+    dot,
+    key_l2_norm,
+    merged,
+    multiplied,
+    product_of,
+    read_closed,
+    rms_normed,
+    score_of,
+    weights_of_closed,
+)
 from .backends import kernels_for, use_kernels
 from .norms import norm_of, rms_norm_parameters
 from .one_token import OneTokenCache
-from .reads import ReadConfig
+from .reads import PAPERS_READ, ReadConfig
 from .two_phases import Reader, end_of_chunk
 
 
@@ -27,9 +39,9 @@ class BlockCache:
     """The closed blocks of one forward pass, kept for two-phase reads: to depth what a KV cache is to time.
 
     Append-only along depth: a block is copied in when it closes, together with its scores for all later sites, and is
-    never normalised again. The sites of a chunk, which is a block or some short ones, share phase 1. Depth attention is
-    per token, so nothing in here outlives a forward pass but the buffers, which the next one of the same shape reuses.
-    For inference only: the buffers are written in place.
+    never normalised again. The sites of a chunk, which is a block or some short ones, share phase 1. Depth attention
+    is per token, so nothing in here outlives a forward pass but the buffers, which the next one of the same shape
+    reuses. For inference only: the buffers are written in place.
 
     Queries that see the input are not known before the sublayers in front have run, so these read all closed blocks at
     every site, with the norms of their keys as they were kept.
@@ -66,7 +78,7 @@ class BlockCache:
         like: torch.Tensor,
         block_size: int,
         eps: float,
-        read_config: ReadConfig = ReadConfig(),
+        read_config: ReadConfig = PAPERS_READ,
     ):
         """Empty the cache for a forward pass.
 
@@ -261,7 +273,5 @@ class BlockCache:
         scores = (products / l2_norms.unsqueeze(1)).view(1, num_rows, self.num_closed, 1)
         mix, state = read_closed(closed.unsqueeze(0), scores, self.read_config.weights)
         state = None if state is None else state.view(-1, num_heads)
-        scores = [
-            dot(queries, value).squeeze(-1) / key_l2_norm(value.flatten(1), self.eps_norm) for value in values
-        ]
+        scores = [dot(queries, value).squeeze(-1) / key_l2_norm(value.flatten(1), self.eps_norm) for value in values]
         return merged(how, mix.view(queries.shape), state, scores, values)[0]

@@ -1,8 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The block cache of a single token on a CPU, with scores that are numbers.
 
-Time goes into operations and calls there, and not into arithmetic: numbers need half as many operations on tensors, and
-few functions.
+Time goes into operations and calls there, and not into arithmetic: numbers need half as many operations on tensors,
+and few functions.
 """
 
 import math
@@ -44,7 +44,8 @@ class OneTokenCache:
         for block, first in enumerate(range(0, num_sites, block_size)):
             end = min(first + block_size, num_sites)
             self.append_views.append((values[block], queries[first:]))
-            self.read_views.append((values[: block + 1], range(first - num_sites, end - num_sites), mixes[: end - first]))
+            sites = range(first - num_sites, end - num_sites)
+            self.read_views.append((values[: block + 1], sites, mixes[: end - first]))
         self.start()
 
     def start(self):

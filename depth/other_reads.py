@@ -13,13 +13,11 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 from transformers.utils.generic import maybe_autocast
-from transformers.utils.import_utils import is_tracing
 
 from .autograd import TokenScores, by_head, dot, key_l2_norm
 from .backends import kernels_for
 from .definition import scores_by_definition
-from .norms import norm_of
-from .reads import WEIGHTS, ReadConfig
+from .reads import ReadConfig
 from .stream import DepthStream, register_stream
 from .two_phases import Reader
 

@@ -176,3 +176,6 @@ class ReadConfig:
                 f"A stream at site {site} with `attn_res_block_size={block_size}` and"
                 f" `attn_res_open_block={self.open_block!r}` has {expected}, not {given}."
             )
+
+
+PAPERS_READ = ReadConfig()

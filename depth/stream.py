@@ -26,7 +26,7 @@ from .block_cache import BlockCache
 from .definition import mix_by_definition, scores_by_definition, weights_by_definition
 from .kernels import fused_read
 from .norms import norm_of
-from .reads import WEIGHTS, ReadConfig
+from .reads import PAPERS_READ, WEIGHTS
 from .tensor_like import TensorLike
 from .two_phases import Chunk, end_of_chunk
 
@@ -94,7 +94,7 @@ class DepthStream(TensorLike):
     scale_by_sources: bool = False
     pending_dtype: torch.dtype | None = None
     recorder: DepthRecorder | None = None
-    read_config = ReadConfig()  # the paper's read; others are read by a `VariantStream`
+    read_config = PAPERS_READ  # others are read by a `VariantStream`
 
     def __post_init__(self):
         # Kept from read to read, and computed again where only the fields have come along
@@ -193,7 +193,7 @@ class DepthStream(TensorLike):
         backend = backend_of(self.newest)
         if self.recorder is not None or backend == "reference":
             return self._read_by_definition(norm)
-        if backend == "fla" and self.read_config == ReadConfig():
+        if backend == "fla" and self.read_config == PAPERS_READ:
             mix = fused_read(self.queries[self.site], self.sources, self.eps) * self._factor()
             return mix if norm is None else norm_of(norm, mix)
         return self._read_in_two_phases(norm)

@@ -10,8 +10,8 @@ and phase 2, at each site, merges what has been written since (arXiv 2603.15031,
 
     (a_0, a_1, ...) = softmax(lse_c, q_c . v_1 / rms(v_1), ...)          h = a_0 m_c + a_1 v_1 + ...
 
-With heads each has its slice of the hidden dimension, and the RMS is that of all. `softmax1` has one score of zero more
-in `lse`; a sigmoid has no `lse`, and `a_0` is 1.
+With heads each has its slice of the hidden dimension, and the RMS is that of all. `softmax1` has one score of zero
+more in `lse`; a sigmoid has no `lse`, and `a_0` is 1.
 """
 
 from collections.abc import Sequence
@@ -142,7 +142,6 @@ class Reader:
         elif norm is not None:
             how.norm, of_norm = norm, tuple(norm_tensors(norm).values())
         return MergeOpen.apply(how, mix, state, query, *scores, *sources, *of_norm)
-
 
     def merge_by_kernels(
         self,

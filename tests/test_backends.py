@@ -23,10 +23,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 import attnres
 from attnres.base.classes import ReadingNorm, combined_class
-from attnres.depth import attention as depth_attention
-from attnres.depth import autograd as depth_autograd
 from attnres.depth import backends as depth_backends
-from attnres.depth import block_cache as depth_block_cache
 from attnres.depth import stream as depth_stream
 from attnres.depth import trial as depth_trial
 from attnres.depth.definition import depth_attention_reference
@@ -83,16 +80,7 @@ def test_the_reference_has_no_block_cache(backend, few_ids, monkeypatch):
     convert(tiny_base_model("qwen3"), 3).generate(few_ids, max_new_tokens=2, do_sample=False)
 
 
-KERNELS = {
-    "score",
-    "score_backward",
-    "weighted_sum",
-    "weighted_sum_backward",
-    "read",
-    "read_backward",
-    "read_closed",
-    "merge",
-}
+KERNELS = {"read_closed", "read_closed_backward", "merge", "merge_backward"}
 
 
 @pytest.fixture
@@ -195,95 +183,6 @@ def test_trial(dtype, mode):
 
 
 @needs_triton
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("backend", ["triton"], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("num_closed, hidden_size, tokens", [(1, 7, 5), (3, 40, 6), (8, 64, 1), (2, 16, 0)])
-@pytest.mark.parametrize("sums", [False, True])
-def test_training_read_in_one_pass(backend, dtype, num_closed, hidden_size, tokens, sums, counted, monkeypatch):
-    """Read and norm, forward and backward, beside plain torch; several tokens to a program, and fewer to the last."""
-    monkeypatch.setattr(module_of("triton"), "MOST_PROGRAMS", 2)
-    generator = torch.Generator().manual_seed(0)
-
-    def random(*shape, dtype=dtype):
-        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-
-    norm = LlamaRMSNorm(hidden_size, eps=0.5).to(dtype)
-    norm.__class__ = combined_class(ReadingNorm, LlamaRMSNorm)
-    # So small that a read is not nearly one source, as gradients are then differences of large terms
-    queries = (random(6, hidden_size, dtype=torch.float32).detach() / hidden_size**0.5).requires_grad_()
-    sources = [random(1, tokens, hidden_size) for _ in range(num_closed + 1)]
-    grad = random(1, tokens, hidden_size).detach()
-    with torch.no_grad():
-        norm.weight.normal_(generator=generator)
-
-    def read(queries, *sources):
-        *blocks, partial = sources
-        stream = attnres.DepthStream(
-            queries, tuple(blocks), partial, site=4, block_size=3, eps=1e-3, scale_by_sources=sums
-        )
-        normed = norm(stream)
-        of_queries, of_norm, *of_sources = torch.autograd.grad(normed, (queries, norm.weight, *sources), grad)
-        return normed, of_queries, of_norm, of_sources
-
-    actual = read(queries, *sources)
-    assert counted == ["read", "read_backward"]
-    attnres.set_backend("torch")
-    UpToRounding(read, queries, *sources, model=norm).check(actual)
-
-
-@needs_triton
-@pytest.mark.one_in(5)
-@pytest.mark.parametrize("backend", ["triton"], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("num_closed, hidden_size, tokens", [(1, 7, 5), (3, 40, 6), (8, 64, 1), (2, 16, 0)])
-@pytest.mark.parametrize("losses", [["normed"], ["weights"], ["normed", "weights"]], ids="+".join)
-@pytest.mark.parametrize("factor", mostly_slow([5, 1], every=2))
-def test_read_and_norm(backend, dtype, num_closed, hidden_size, tokens, losses, factor, counted, monkeypatch):
-    """With losses of the weights too, and the gradients of the scores."""
-    monkeypatch.setattr(module_of("triton"), "MOST_PROGRAMS", 2)
-    generator, eps = torch.Generator().manual_seed(0), 1e-3
-
-    def random(*shape, dtype=dtype):
-        return torch.randn(shape, generator=generator).to(dtype).requires_grad_()
-
-    norm, query = LlamaRMSNorm(hidden_size, eps=0.5).to(dtype), random(hidden_size, dtype=torch.float32)
-    sources = [random(1, tokens, hidden_size) for _ in range(num_closed + 1)]
-    scores = [random(1, tokens, dtype=torch.float32) for _ in range(num_closed)]
-    with torch.no_grad():
-        norm.weight.normal_(generator=generator)
-    grads = {"normed": random(1, tokens, hidden_size), "weights": random(1, tokens, num_closed + 1).float()}
-
-    def in_parts(query, sources, scores):
-        of_partial = depth_attention.source_scores(query[None], sources[-1], eps)[..., 0]
-        weights = depth_attention.depth_weights([*scores, of_partial])
-        return depth_attention.mix_and_norm(factor * weights, sources, norm), weights
-
-    def in_one_pass(query, sources, scores):
-        return depth_attention.read_and_norm(query, sources, scores, eps, norm, factor)
-
-    def run(read, query, *sources_and_scores):
-        sources, scores = sources_and_scores[: num_closed + 1], sources_and_scores[num_closed + 1 :]
-        normed, weights = read(query, sources, scores)
-        outputs, inputs = {"normed": normed, "weights": weights}, [query, norm.weight, *sources, *scores]
-        of_query, of_norm, *of_others = torch.autograd.grad(
-            [outputs[loss] for loss in losses],
-            inputs,
-            [grads[loss].detach() for loss in losses],
-            allow_unused=True,
-            materialize_grads=True,
-        )
-        # Of one token a score is a single number, so they are compared together
-        of_sources, of_scores = of_others[: num_closed + 1], torch.stack(of_others[num_closed + 1 :])
-        return normed, weights, of_query, of_norm, of_sources, of_scores
-
-    actual = run(in_one_pass, query, *sources, *scores)
-    assert counted == ["read", "read_backward"]
-    attnres.set_backend("torch")
-    UpToRounding(functools.partial(run, in_parts), query, *sources, *scores, model=norm).check(actual)
-
-
-@needs_triton
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_frozen_norms_and_queries(backend, few_ids):
     """What an adapter trains is what it gets gradients of."""
@@ -325,115 +224,6 @@ def test_norms_that_are_left_to_their_module():
     gemmas = GemmaRMSNorm(8)
     gemmas.__class__ = combined_class(ReadingNorm, GemmaRMSNorm)
     assert parameters(gemmas, torch.float32) is None
-
-
-@needs_triton
-@pytest.mark.parametrize("backend", ["triton"], indirect=True)
-@pytest.mark.parametrize("tokens", [0, 1, 5, 6])
-def test_sums_over_tokens(backend, tokens, monkeypatch):
-    """Several tokens to a program, and fewer to the last."""
-    monkeypatch.setattr(module_of("triton"), "MOST_PROGRAMS", 2)
-    inputs = [torch.randn(1, 12, requires_grad=True), torch.randn(1, tokens, 12, requires_grad=True)]
-    grad = torch.randn(1, tokens, 1)
-
-    def grads(*inputs):
-        return torch.autograd.grad(depth_attention.source_scores(*inputs, 1e-6), inputs, grad)
-
-    actual = grads(*inputs)
-    attnres.set_backend("torch")
-    UpToRounding(grads, *inputs).check(actual)
-
-
-@needs_triton
-@pytest.mark.parametrize("backend", ["triton"], indirect=True)
-def test_sources_at_odd_addresses_and_of_two_dtypes(backend):
-    """Kernels load 16 bytes at once from addresses that the JIT cannot see."""
-    kernels, memory = module_of("triton"), torch.randn(129)
-    sources, weights = [memory[1:].view(2, 64), torch.randn(2, 64)], torch.rand(2, 2)
-    assert all(address % 16 == 0 for address in map(torch.Tensor.data_ptr, map(kernels.in_one_piece, sources)))
-    expected = UpToRounding(lambda w, *s: (w[..., None] * torch.stack(s, dim=-2)).sum(-2), weights, *sources)
-    expected.check(kernels.weighted_sum(weights, sources))
-    with pytest.raises(ValueError, match="one dtype on one device, and are torch.float32 on cpu, torch.bfloat16"):
-        kernels.weighted_sum(weights, [sources[0], sources[1].bfloat16()])
-
-
-@needs_triton
-@pytest.mark.one_in(3)
-@pytest.mark.parametrize("backend", ["triton"], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("hidden_size", [7, 64])
-@pytest.mark.parametrize("count", [1, 9])
-def test_kernels(backend, count, hidden_size, dtype, monkeypatch):
-    """Each kernel at odd sizes, behind strides as the block cache has them."""
-    kernels = module_of("triton")
-    generator = torch.Generator().manual_seed(count)
-
-    def random(*shape, dtype=torch.float32):
-        return torch.randn(shape, generator=generator).to(dtype)
-
-    sources = [random(2, 3, hidden_size, dtype=dtype) for _ in range(count)]
-    weights, grad = random(2, 3, count).softmax(-1), random(2, 3, hidden_size, dtype=dtype)
-    values = random(6, 12, hidden_size, dtype=dtype)[:, :count]
-    scores = random(6, 12, 20)[:, :count, 4:9].mT
-    query, shift = random(hidden_size), torch.tensor((hidden_size * 1e-6) ** 0.5)
-
-    def all_of(module, query, weights, grad, values, scores, *sources):
-        out = torch.empty(6, 8, hidden_size)[:, :5]
-        mixes, negative_lse = module.read_closed(values, scores, out)
-        mix = mixes.view(2, 3, 5, hidden_size).unbind(-2)[2] if module is kernels else mixes[:, 2].view(2, 3, -1)
-        lse = negative_lse.view(2, 3, 5, 1).unbind(-2)[2]
-        if module is kernels:
-            merged = [module.merge(query, sources[0], mix, lse, shift, None, *factor) for factor in ([], [5])]
-        else:
-            merged = module.merge_partial(query, sources[0], mix, lse, shift)
-            merged = [merged.to(dtype), (5 * merged).to(dtype)]
-        mixed = module.weighted_sum(weights, sources)
-        inputs = [query[None].clone().requires_grad_(), sources[0].clone().requires_grad_()]
-        one_score = depth_attention.source_scores(*inputs, 1e-6)
-        grads = torch.autograd.grad(one_score, inputs, scores[:, 0, :1].reshape(2, 3, 1))
-        return [
-            one_score,
-            *grads,
-            mixes,
-            negative_lse,
-            *merged,
-            mixed,
-            *module.weighted_sum_backward(grad, weights, sources),
-        ]
-
-    inputs = (query, weights, grad, values, scores, *sources)
-    actual = all_of(kernels, *inputs)
-    monkeypatch.setattr(depth_backends, "_backend", "torch")
-    of_torch = types.SimpleNamespace(**{**vars(depth_autograd), **vars(depth_block_cache)})
-    UpToRounding(functools.partial(all_of, of_torch), *inputs).check(actual)
-
-
-@needs_triton
-@pytest.mark.parametrize("backend", ["triton"], indirect=True)
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("norm_class", [None, LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm])
-@pytest.mark.parametrize("factor", [1, 5])
-def test_phase_2_in_one_pass(backend, dtype, norm_class, factor, counted):
-    """The merge and the norm, beside plain torch."""
-    generator = torch.Generator().manual_seed(0)
-    embedding, partial = (torch.randn(2, 3, 40, generator=generator).to(dtype) for _ in range(2))
-    queries = torch.randn(3, 40, generator=generator)
-    norm = None if norm_class is None else norm_class(40, eps=0.5).to(dtype)
-    with torch.no_grad():
-        for parameter in () if norm is None else norm.parameters():
-            parameter.normal_(generator=generator)
-
-        def read(queries, embedding, partial):
-            cache = attnres.BlockCache()
-            cache.start(queries, embedding, 3, 1e-6)
-            cache.append(embedding)
-            return cache.read(2, partial, norm, factor)
-
-        inputs = (queries, embedding, partial)
-        actual = read(*inputs)
-        assert counted == ["read_closed", "merge"]
-        attnres.set_backend("torch")
-        UpToRounding(read, *inputs).check(actual)
 
 
 @pytest.mark.parametrize("backend", OTHERS, indirect=True)
@@ -535,52 +325,6 @@ def check_that_it_is_llamas(norm):
             return norm.weight * x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 0.3)
 
         UpToRounding(llamas, hidden_states).check(norm(hidden_states))
-
-
-COMPILE = """
-import re
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
-from attnres.depth import triton_kernels
-
-kinds = {"sources": "*i64", "grad_sources": "*i64", "eps": "fp32", "norm_eps": "fp32", "mix": "*fp32"}
-kinds |= dict.fromkeys("weights grad_weights scores grad_scores mixes negative_lse query grad".split(), "*fp32")
-kinds |= dict.fromkeys("eps_norm inverse_rms score_of_partial grad_queries grad_norm_weights".split(), "*fp32")
-kinds["factor"] = "fp32"
-of_dtype = "grad_mix values partial merged source grad_source normed grad_normed norm_weight".split()
-constants = {"BLOCK": 1024, "SITES": 8, "SOURCES": 8, "HAS_NORM": True, "HAS_GRAD_WEIGHTS": True}
-for kernel in [kernel for name, kernel in vars(triton_kernels).items() if name.endswith("_kernel")]:
-    for dtype in ("*fp32", "*bf16"):
-        types = {**kinds, **dict.fromkeys(of_dtype, dtype)}
-        if kernel.__name__.startswith("weighted_sum"):
-            types["mix"] = dtype
-        constexprs = {name: value for name, value in constants.items() if name in kernel.arg_names}
-        signature = {name: "constexpr" if name in constexprs else types.get(name, "i32") for name in kernel.arg_names}
-        # what the JIT sees of tensors and sizes at run time
-        sizes = ("hidden_size", "token_stride", "mixes_token_stride", "mix_stride")
-        aligned = [i for i, name in enumerate(kernel.arg_names) if signature[name][0] == "*" or name in sizes]
-        attributes = {(i,): [["tt.divisibility", 16]] for i in aligned}
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constexprs, attrs=attributes)
-        options = {"num_warps": triton_kernels.launch_shape(1024)["num_warps"]}
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-        assert compiled.asm["cubin"]
-        # single numbers, as weights and scores are, come in fp32: what is narrower is a row, taken apart
-        assert not re.findall(r"(?:ld|st)[.]global[.\\w]*b(?:8|16)\\b", compiled.asm["ptx"]), kernel
-        assert "global.v4.b32" in compiled.asm["ptx"], kernel
-"""
-
-
-@pytest.mark.slow
-@needs_triton
-def test_kernels_compile_for_a_gpu(tmp_path):
-    """To machine code for Hopper, which needs no GPU, with rows in loads and stores of 16 bytes.
-
-    That they run there as fast as they should is another matter.
-    """
-    environment = {"TRITON_CACHE_DIR": str(tmp_path), "PATH": "/usr/bin:/bin"}
-    result = subprocess.run([sys.executable, "-c", COMPILE], env=environment, capture_output=True, text=True)
-    assert result.returncode == 0, result.stderr
 
 
 def fla_by_definition(wrong: float = 0.0):

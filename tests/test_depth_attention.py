@@ -85,7 +85,9 @@ def test_gradients_are_those_of_finite_differences(local):
     assert torch.autograd.gradcheck(functools.partial(in_two_phases, local), (query, *inputs))
 
 
-@pytest.mark.parametrize("block_size, ends", [(1, [8, 11, 17, 17]), (3, [6, 9, 15, 17]), (6, [6, 6, 12, 17]), (40, 4 * [17])])
+@pytest.mark.parametrize(
+    "block_size, ends", [(1, [8, 11, 17, 17]), (3, [6, 9, 15, 17]), (6, [6, 6, 12, 17]), (40, 4 * [17])]
+)
 def test_ends_of_chunks(block_size, ends):
     """With a block, or with the last of a few short ones; and never behind the last site."""
     assert [end_of_chunk(site, block_size, 17) for site in (0, 3, 9, 16)] == ends

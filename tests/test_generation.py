@@ -27,8 +27,7 @@ from transformers import (
     TrainingArguments,
 )
 
-import attnres.depth.stream
-from attnres import AttnResConfig, AttnResForCausalLM, BlockCache, DepthRecorder
+from attnres import AttnResConfig, AttnResForCausalLM, BlockCache, DepthRecorder, DepthStream
 
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -505,15 +504,12 @@ def test_a_slice_is_seen_and_scores_once(input_ids, monkeypatch):
     stream_of_ids = first(input_ids).last_hidden_state
     torch.testing.assert_close(last(inputs_embeds=stream_of_ids, depth_recorder=in_slice).last_hidden_state, masked)
     assert sorted(in_slice.weights) == [4, 5, 6, 7, 8] and not in_slice.weights[5][..., 1].any()
-    scored = []
-    score = attnres.depth.stream.source_scores
-    monkeypatch.setattr(
-        attnres.depth.stream, "source_scores", lambda *args: scored.append(len(args[0])) or score(*args)
-    )
+    chunks, start = [], DepthStream._start_chunk
+    monkeypatch.setattr(DepthStream, "_start_chunk", lambda *args: chunks.append(start(*args)) or chunks[-1])
     rebuilt = last.start_stream(stream.blocks, stream.partial, stream.site)
     last(inputs_embeds=rebuilt).last_hidden_state.sum().backward()
-    # Two blocks and the one that is closed at site 6 for all later sites, and partial sums where blocks are open
-    assert scored == [5, 5, 1, 1, 3, 1, 1], scored
+    # Layers share phase 1: once up to the end of what is given, not layer by layer
+    assert [(chunk.first, chunk.end, chunk.num_closed) for chunk in chunks] == [(4, 9, 2)]
 
 
 def test_a_base_without_a_final_norm(input_ids):

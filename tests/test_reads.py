@@ -22,9 +22,9 @@ from attnres.cli import app
 from attnres.cli.convert import convert as convert_command
 from attnres.conversion import convert, revert
 from attnres.depth.autograd import Scores, TokenScores, key_l2_norm
+from attnres.depth.block_cache import BlockCache
 from attnres.depth.choices import READS
 from attnres.depth.definition import depth_attention_reference, read_by_definition, weights_by_definition
-from attnres.depth.block_cache import BlockCache
 from attnres.depth.other_reads import start_stream
 from attnres.depth.reads import WEIGHTS, ReadConfig
 
