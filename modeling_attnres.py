@@ -288,7 +288,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
             )
         is_checkpointed = getattr(layer, "gradient_checkpointing", False) and layer.training
         if stream.is_rebuilt or is_checkpointed:  # what later layers do not get is not computed for them
-            stream.chunk, stream.read_until = None, layer.depth_sites[1]
+            stream.phase_1, stream.read_until = None, layer.depth_sites[1]
         return ((stream, *args[1:]), kwargs) if args else (args, {**kwargs, "hidden_states": stream})
 
     def leave_layer(self, layer: nn.Module, args: tuple, output):

@@ -55,18 +55,20 @@ class MergeByKernels(torch.autograd.Function):
     """Phase 2 and Llama's norm behind it: what is read, or normed, `[batch, seq, hidden]`.
 
     Args:
+        of_result: its dtype, and the epsilon of the norm.
         closed: the node of phase 1 and the place of the site there, from which its mix is computed again.
         query: of the site, `[hidden]`, or of each token, `[batch, seq, hidden]`.
-        norm_weight: if there is a norm.
-        sources: the local ones.
+        tensors: the weight of the norm, if there is one, and the local sources.
     """
 
     @staticmethod
-    def forward(ctx, kernels: ModuleType, options: dict[str, Any], closed, query, mix, state, norm_weight, *sources):
-        ctx.kernels, ctx.options, ctx.closed = kernels, dict(options), closed
-        ctx.save_for_backward(query, mix if closed is None else None, state, norm_weight, *sources)
-        dtype = ctx.options.pop("dtype")
-        return kernels.merge(query, mix, state, sources, dtype, norm_weight=norm_weight, **ctx.options)
+    def forward(ctx, kernels: ModuleType, options: dict[str, Any], of_result, closed, query, mix, state, *tensors):
+        norm_weight, *sources = tensors
+        dtype, norm_eps = of_result
+        ctx.kernels, ctx.options, ctx.norm_eps, ctx.closed = kernels, options, norm_eps, closed
+        ctx.save_for_backward(query, mix if closed is None else None, state, *tensors)
+        norm = None if norm_weight is None else (norm_weight, norm_eps)
+        return kernels.merge(query, mix, state, sources, norm=norm, dtype=dtype, **options)
 
     @staticmethod
     @once_differentiable
@@ -74,9 +76,9 @@ class MergeByKernels(torch.autograd.Function):
         query, mix, state, norm_weight, *sources = ctx.saved_tensors
         if ctx.closed is not None:
             mix = ReadClosedByKernels.mix_again(*ctx.closed)
+        norm = None if norm_weight is None else (norm_weight, ctx.norm_eps)
         of_query, of_mix, of_state, of_norm, of_sources = ctx.kernels.merge_backward(
-            grad, query, mix, state, sources, norm_weight=norm_weight, **ctx.options
+            grad, query, mix, state, sources, norm=norm, **ctx.options
         )
-        of_query = None if of_query is None else of_query.to(query.dtype)
         of_norm = None if of_norm is None else of_norm.to(norm_weight.dtype)
-        return None, None, None, of_query, of_mix, of_state, of_norm, *of_sources
+        return None, None, None, None, of_query.to(query.dtype), of_mix, of_state, of_norm, *of_sources

@@ -99,7 +99,7 @@ class DepthStream(TensorLike):
     def __post_init__(self):
         # Kept from read to read, and computed again where only the fields have come along
         self.mix: torch.Tensor | None = None
-        self.chunk: Chunk | None = None
+        self.phase_1: Chunk | None = None
         # Whether only the fields have come along, as they do into each checkpointed layer: then its sites, up to
         # `read_until`, are the only ones that can share phase 1
         self.is_rebuilt, self.read_until = True, None
@@ -192,39 +192,19 @@ class DepthStream(TensorLike):
     def _read_sources(self, norm: nn.Module | None) -> torch.Tensor:
         backend = backend_of(self.newest)
         if self.recorder is not None or backend == "reference":
-            return self._read_by_definition(norm)
+            return read_by_definition(self, norm)
         if backend == "fla" and self.read_config == PAPERS_READ:
             mix = fused_read(self.queries[self.site], self.sources, self.eps) * self._factor()
             return mix if norm is None else norm_of(norm, mix)
         return self._read_in_two_phases(norm)
 
     def _read_in_two_phases(self, norm: nn.Module | None) -> torch.Tensor:
-        chunk = self.chunk
+        chunk = self.phase_1
         if chunk is None or not chunk.has(self.site, len(self.blocks)):
-            chunk = self.chunk = self._start_chunk(chunk)
+            chunk = self.phase_1 = start_chunk(self, chunk)
         closed_since, open_sources = self.blocks[chunk.num_closed :], self.open_sources
         num_lasting = len(closed_since) + (len(open_sources) if self.read_config.open_block == "each" else 0)
         return chunk.read(self.site, (*closed_since, *open_sources), num_lasting, norm, self._factor())
-
-    def _start_chunk(self, before: Chunk | None) -> Chunk:
-        end = end_of_chunk(self.site, self.block_size, len(self.queries))
-        if self.read_until is not None and self.site < self.read_until:
-            end = min(end, self.read_until)
-        queries, how = self.queries[self.site : end], (self.read_config.num_heads, self.read_config.weights)
-        return Chunk((self.site, end), queries, self.blocks, self.eps, *how, before, kernels_for(self.newest))
-
-    def _read_by_definition(self, norm: nn.Module | None) -> torch.Tensor:
-        """In plain operations, with weights that are recorded."""
-        sources, recorder = self.sources, self.recorder
-        scores = torch.stack(self._scores(), dim=-1)
-        masked = None if recorder is None else recorder.masked_at(self.site, len(sources))
-        if masked is not None:
-            scores[..., masked] = -torch.inf
-        weights = weights_by_definition(scores, self.read_config.weights)
-        if recorder is not None:
-            recorder.weights[self.site] = recorder.by_token(weights, weights.ndim - self.newest.ndim + 1)
-        mix = mix_by_definition(weights * self._factor() if self.scale_by_sources else weights, sources)
-        return mix if norm is None else norm_of(norm, mix)
 
     def _scores(self) -> list[torch.Tensor]:
         """Of every source for this site, each `[batch, seq]`, or `[batch, seq, heads]` of several heads."""
@@ -328,6 +308,29 @@ class DepthStream(TensorLike):
         new = replace(self, **fields)
         new.is_rebuilt, new.read_until = self.is_rebuilt, self.read_until
         return new
+
+
+def start_chunk(stream: DepthStream, before: Chunk | None) -> Chunk:
+    """Phase 1 for the site of a stream and those that share it."""
+    end = end_of_chunk(stream.site, stream.block_size, len(stream.queries))
+    if stream.read_until is not None and stream.site < stream.read_until:
+        end = min(end, stream.read_until)
+    queries, how = stream.queries[stream.site : end], (stream.read_config.num_heads, stream.read_config.weights)
+    return Chunk((stream.site, end), queries, stream.blocks, stream.eps, *how, before, kernels_for(stream.newest))
+
+
+def read_by_definition(stream: DepthStream, norm: nn.Module | None) -> torch.Tensor:
+    """What a stream reads, in plain operations, with weights that are recorded."""
+    sources, recorder, factor = stream.sources, stream.recorder, stream._factor()
+    scores = torch.stack(stream._scores(), dim=-1)
+    masked = None if recorder is None else recorder.masked_at(stream.site, len(sources))
+    if masked is not None:
+        scores[..., masked] = -torch.inf
+    weights = weights_by_definition(scores, stream.read_config.weights)
+    if recorder is not None:
+        recorder.weights[stream.site] = recorder.by_token(weights, weights.ndim - stream.newest.ndim + 1)
+    mix = mix_by_definition(weights * factor if stream.scale_by_sources else weights, sources)
+    return mix if norm is None else norm_of(norm, mix)
 
 
 def register_stream(cls: type[DepthStream]) -> type[DepthStream]:

@@ -428,8 +428,7 @@ def merge(
     sources: Sequence[torch.Tensor],
     dtype: torch.dtype,
     eps: float,
-    norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 0.0,
+    norm: tuple[torch.Tensor, float] | None = None,
     factor: float = 1,
     num_heads: int = 1,
     weights: str = "softmax",
@@ -441,13 +440,14 @@ def merge(
         mix, state: results of phase 1 at this site, `[..., hidden]` and `[..., heads]`, or `None` of nothing.
         sources: the local ones, each `[..., hidden]`. May be none if something is closed.
         dtype: of the result.
-        norm_weight, norm_eps: of Llama's RMSNorm.
+        norm: weight and epsilon of Llama's RMSNorm.
         factor: by which the mix is multiplied, without rounding in between.
 
     Returns:
         `[..., hidden]`.
     """
     rows, token_stride, like = local_of(mix, sources)
+    norm_weight, norm_eps = norm or (None, 0.0)
     *shape, hidden_size = like.shape
     result = query.new_empty(*shape, hidden_size, dtype=dtype)
     if result.numel():
@@ -555,8 +555,7 @@ def merge_backward(
     state: torch.Tensor | None,
     sources: Sequence[torch.Tensor],
     eps: float,
-    norm_weight: torch.Tensor | None = None,
-    norm_eps: float = 0.0,
+    norm: tuple[torch.Tensor, float] | None = None,
     factor: float = 1,
     num_heads: int = 1,
     weights: str = "softmax",
@@ -568,6 +567,7 @@ def merge_backward(
         that is, and of every local source in its dtype.
     """
     rows, token_stride, like = local_of(mix, sources)
+    norm_weight, norm_eps = norm or (None, 0.0)
     grad_sources = [source.new_empty(source.shape) for source in sources]
     hidden_size, of_token = like.shape[-1], query.ndim > 1
     num_tokens = like.shape[:-1].numel()
@@ -609,7 +609,7 @@ def try_on(device: torch.device, dtype: torch.dtype):
 
     mixes, states, *saved = read_closed(queries, closed, 1.0)
     grad_queries, grad_closed = read_closed_backward([*grad_mixes], [*grad_states], queries, closed, states, *saved)
-    arguments, of_norm = (queries[0], mix, state, local), (norm_weight, 1.0, 3)
+    arguments, of_norm = (queries[0], mix, state, local), ((norm_weight, 1.0), 3)
     grads = merge_backward(grad, *arguments, 1.0, *of_norm)
     actual = {
         "read_closed": [mixes, states],

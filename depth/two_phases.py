@@ -154,20 +154,20 @@ class Reader:
         closed: tuple[Any, int] | None = None,
     ) -> torch.Tensor:
         """As `merge`, of the query of the site, `[hidden]`, or of those of its tokens, `[batch, seq, hidden]`."""
-        weight, norm_eps = rms_norm_parameters(norm, self.like.dtype) or (None, 0.0)
+        parameters = rms_norm_parameters(norm, self.like.dtype)
         options = {
-            "dtype": self.like.dtype,
             "eps": self.eps,
-            "norm_eps": norm_eps,
             "factor": factor,
             "num_heads": self.num_heads,
             "weights": self.weights,
         }
         if torch.is_grad_enabled():
-            read = MergeByKernels.apply(self.kernels, options, closed, query, mix, state, weight, *sources)
+            weight, norm_eps = parameters or (None, None)
+            of_result = self.like.dtype, norm_eps
+            read = MergeByKernels.apply(self.kernels, options, of_result, closed, query, mix, state, weight, *sources)
         else:
-            read = self.kernels.merge(query, mix, state, sources, norm_weight=weight, **options)
-        return read if norm is None or weight is not None else norm_of(norm, read)
+            read = self.kernels.merge(query, mix, state, sources, self.like.dtype, norm=parameters, **options)
+        return read if norm is None or parameters is not None else norm_of(norm, read)
 
 
 class Chunk(Reader):

@@ -38,10 +38,10 @@ def test_norm_behind_a_read(family, num_tokens, dtype):
     with torch.no_grad():
         cache.start(torch.randn(3, 32), embedding, 2, 1e-6)
         cache.append(embedding)
-        for site, partial in ((0, None), (1, output)):
+        for site, open_sources in ((0, ()), (1, (output,))):
             for factor in (1, site + 1):
-                mix = cache.read(site, partial, factor=factor)
-                fused = cache.read(site, partial, norm, factor)
+                mix = cache.read(site, open_sources, factor=factor)
+                fused = cache.read(site, open_sources, norm, factor)
                 assert fused.dtype == dtype
                 UpToRounding(norm, mix).check(fused)
 

@@ -27,7 +27,8 @@ from transformers import (
     TrainingArguments,
 )
 
-from attnres import AttnResConfig, AttnResForCausalLM, BlockCache, DepthRecorder, DepthStream
+from attnres import AttnResConfig, AttnResForCausalLM, BlockCache, DepthRecorder
+from attnres.depth import stream as depth_stream
 
 
 CACHE_NAMES = ("cache", "past_key_values", "cache_params")
@@ -504,8 +505,8 @@ def test_a_slice_is_seen_and_scores_once(input_ids, monkeypatch):
     stream_of_ids = first(input_ids).last_hidden_state
     torch.testing.assert_close(last(inputs_embeds=stream_of_ids, depth_recorder=in_slice).last_hidden_state, masked)
     assert sorted(in_slice.weights) == [4, 5, 6, 7, 8] and not in_slice.weights[5][..., 1].any()
-    chunks, start = [], DepthStream._start_chunk
-    monkeypatch.setattr(DepthStream, "_start_chunk", lambda *args: chunks.append(start(*args)) or chunks[-1])
+    chunks, start = [], depth_stream.start_chunk
+    monkeypatch.setattr(depth_stream, "start_chunk", lambda *args: chunks.append(start(*args)) or chunks[-1])
     rebuilt = last.start_stream(stream.blocks, stream.partial, stream.site)
     last(inputs_embeds=rebuilt).last_hidden_state.sum().backward()
     # Layers share phase 1: once up to the end of what is given, not layer by layer

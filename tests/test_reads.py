@@ -746,6 +746,27 @@ def test_a_read_that_writes_nothing_new_of_scaled_streams(input_ids):
         assert [of_site.shape for of_site in outputs.depth_attentions] == [weights[i].shape for i in sorted(weights)]
 
 
+@pytest.mark.parametrize("num_sets", [0, 1, 2])
+def test_depth_metrics_of_several_data_sets(num_sets, tmp_path):
+    """As a `Trainer` takes them: by name."""
+    from attnres.training import AttnResTrainer, AttnResTrainingArguments
+
+    rows = [{"input_ids": row, "labels": row} for row in torch.randint(3, 97, (4, 12)).tolist()]
+    arguments = AttnResTrainingArguments(
+        output_dir=str(tmp_path), max_steps=1, logging_steps=1, eval_strategy="steps", report_to="none", use_cpu=True
+    )
+    trainer = AttnResTrainer(
+        model=converted(tiny_base_model("llama"), 3, SOME[0]),
+        args=arguments,
+        train_dataset=rows,
+        eval_dataset={f"set{i}": rows[i:] for i in range(num_sets)} if num_sets != 1 else rows,
+    )
+    trainer.train()
+    logged = {name for entry in trainer.state.log_history for name in entry}
+    assert {"query_norm", "depth_entropy"} <= logged
+    assert {"eval_loss"} <= logged if num_sets == 1 else {f"eval_set{i}_loss" for i in range(num_sets)} <= logged
+
+
 @pytest.mark.parametrize("fields", [SOME[0], SOME[1], SOME[4], SOME[5]], ids=name_of)
 def test_training(fields, tmp_path):
     """Through the Trainer, with what it measures, logs and warns of: each kind of query and of weights."""

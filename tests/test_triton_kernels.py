@@ -221,7 +221,8 @@ def check_merge(query, mix, state, sources, dtype, norm_weight, factor, num_head
     expected = by_definition(lambda tensor: tensor)
     others = [by_definition(lambda tensor: Rounding.apply(tensor, generator, dtype)) for _ in range(4)]
 
-    options = {"norm_weight": norm_weight, "norm_eps": NORM_EPS, "factor": factor, "num_heads": num_heads}
+    norm = None if norm_weight is None else (norm_weight, NORM_EPS)
+    options = {"norm": norm, "factor": factor, "num_heads": num_heads}
     result = kernels.merge(query, mix, state, sources, dtype, EPS, weights=kind, **options)
     assert result.dtype == dtype
     *grads, grad_sources = kernels.merge_backward(grad, query, mix, state, sources, EPS, weights=kind, **options)
@@ -257,7 +258,7 @@ def test_norm_rounds_where_the_module_does(dtype, random):
     """Of a mix alone. In bf16 the interpreter does not round, see `unit`."""
     norm, mix, grad = LlamaRMSNorm(96, eps=NORM_EPS).to(dtype), random(5, 96), random(5, 96, dtype=dtype)
     norm.weight.data.copy_(random(96))
-    arguments, of_norm = (random(96), mix, random(5, 1), []), (norm.weight.data, NORM_EPS)
+    arguments, of_norm = (random(96), mix, random(5, 1), []), ((norm.weight.data, NORM_EPS),)
     result = kernels.merge(*arguments, dtype, EPS, *of_norm)
     _, grad_mix, _, grad_norm_weight, _ = kernels.merge_backward(grad, *arguments, EPS, *of_norm)
     mix.requires_grad_()

@@ -36,9 +36,16 @@ def read_queries(model: nn.Module) -> torch.Tensor | None:
 
 
 def draw_rows(trainer: "Trainer") -> dict[str, torch.Tensor]:
-    """The first two rows of the evaluation data, or of the training data if there is none, `[2, seq]` each."""
+    """The first two rows of the evaluation data, or of the training data if there is none, `[2, seq]` each.
+
+    Of several data sets for evaluation the first.
+    """
+    of_evaluation = trainer.eval_dataset
+    if isinstance(of_evaluation, dict):
+        of_evaluation = next(iter(of_evaluation), None)
     with torch.random.fork_rng():  # a data loader draws from the generator that training goes on with
-        loader = trainer.get_train_dataloader() if trainer.eval_dataset is None else trainer.get_eval_dataloader()
+        no_evaluation = of_evaluation is None
+        loader = trainer.get_train_dataloader() if no_evaluation else trainer.get_eval_dataloader(of_evaluation)
         batch = next(iter(loader))
     return {name: batch[name][:2] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
 

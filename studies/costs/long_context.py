@@ -24,6 +24,7 @@ from rich.console import Console
 from transformers import AutoModelForCausalLM
 
 from attnres import AttnResConfig
+from attnres.depth.two_phases import end_of_chunk
 from attnres.utils.files import write_file
 from attnres.utils.timing import machine
 
@@ -48,11 +49,12 @@ console = Console()
 
 
 def block_cache_bytes(tokens: int, hidden_size: int, num_layers: int, num_blocks: int, itemsize: int) -> int:
-    """Values, mixes of the open block in fp32, and scores in fp32."""
+    """Values, mixes of the sites that share phase 1 in fp32, and scores in fp32."""
     sublayers = 2 * num_layers
     block_size = -(-sublayers // num_blocks)
     sources = 1 + sublayers // block_size  # the embedding and what closes: a last, shorter block stays open
-    return tokens * (hidden_size * (sources * itemsize + block_size * 4) + sources * (sublayers + 1) * 4)
+    chunk = end_of_chunk(0, block_size, sublayers + 1)
+    return tokens * (hidden_size * (sources * itemsize + chunk * 4) + sources * (sublayers + 1) * 4)
 
 
 def megabytes_of_peak() -> float:

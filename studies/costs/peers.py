@@ -78,12 +78,14 @@ def two_phases(queries, key_norms, closed, outputs):
 
     def run():
         # As in the round before: the last one is still to close
-        cache.num_closed, cache.open_block = NUM_CLOSED - 1, None
-        del cache.scores_of_one_token[NUM_CLOSED - 1 :]
+        cache.num_closed, cache.chunk = NUM_CLOSED - 1, (0, 0)
+        if cache.one_token is not None:
+            cache.one_token.open_block = None
+            del cache.one_token.scores[NUM_CLOSED - 1 :]
         cache.append(closed[-1])
-        reads, partial = [cache.read(first_site, None)], outputs[0]
+        reads, partial = [cache.read(first_site)], outputs[0]
         for site, output in enumerate(outputs[1:], start=1):
-            reads.append(cache.read(first_site + site, partial))
+            reads.append(cache.read(first_site + site, (partial,)))
             partial = partial + output
         return reads
 
