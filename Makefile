@@ -2,6 +2,8 @@
 # make test   the tests that run with every change: one of each kind
 # make test-all   all the others
 # make real   a real pretrained model through every command, in attnres-real/, offline
+# make gpu   what the models cost on your GPU, and whether its kernels are right, in 8 minutes, in gpu-results/. PYTHON names
+#   the Python that has torch for GPUs, which you install yourself: nothing there is installed or changed. More in OPTIONS
 # make studies-report   tables and figures of all studies, from the raw results of their runs
 # make test-transformers TRANSFORMERS=DIR   transformers' own model tests, from a checkout of transformers in DIR, on the
 #   model of BASE (llama), BLOCK_SIZE (2) and READ ("num_heads=4 query=input"); RUN_SLOW=1 runs those that take long as well
@@ -30,6 +32,7 @@ BASE ?= llama
 BLOCK_SIZE ?= 2
 RUN_SLOW ?= 0
 READ ?=
+OPTIONS ?=
 # What their runs have left lies in the folders of studies/; each script says how they are made
 STUDIES := small_model reads weights retrofit recipe two_depths
 # As transformers' own tests are run, and without the settings of ours
@@ -42,7 +45,7 @@ LEFT_OUT-5.16 := -k "not kimi_linear and not test_bases_do_not_touch_each_other 
 	and not continuous_batching"
 SUITE_OPTIONS := -q -n 2 -o addopts= -p no:cacheprovider -W ignore::pytest.PytestUnknownMarkWarning --timeout 900 -rfE
 
-.PHONY: demo real studies-report test test-all test-transformers test-transformers-mixins test-5.16 test-5.19 test-5.24 \
+.PHONY: demo real gpu studies-report test test-all test-transformers test-transformers-mixins test-5.16 test-5.19 test-5.24 \
 	test-newest test-serving lint docs build clean
 
 demo: $(VENV)/installed
@@ -57,6 +60,10 @@ test-all: $(VENV)/installed-real
 # In half an hour; interrupted, it goes on
 real: $(VENV)/installed-real
 	$(BIN)/python -m studies.real_model.run run attnres-real
+
+# In gpu-results/; what failed or was interrupted goes on
+gpu: $(VENV)-gpu/installed
+	$(VENV)-gpu/bin/python -m attnres.benchmarks.gpu $(OPTIONS)
 
 studies-report: $(VENV)/installed
 	for study in $(STUDIES); do $(BIN)/python -m studies.$$study.study report || exit; done
@@ -110,6 +117,18 @@ $(VENV)/installed: pyproject.toml constraints.txt
 	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt --editable ".[eval,train]"
 	touch $@
 
+# An environment of its own that sees the packages of PYTHON, where torch is, and pip is held to that torch
+$(VENV)-gpu/installed: pyproject.toml
+	@reason="$$($(PYTHON) -c "import torch; torch.empty(0, device='cuda')" 2>&1)" || { echo "$$reason" | grep -E -m 1 '^[A-Za-z.]*Error'; \
+		echo "$(PYTHON) has no torch that can use a GPU: install it, or name the Python that has it, make gpu PYTHON=..."; \
+		exit 2; }
+	$(PYTHON) -m venv $(VENV)-gpu
+	$(PYTHON) -c "import torch; print('torch==' + torch.__version__)" > $(VENV)-gpu/torch.txt
+	$(PYTHON) -c "import pathlib, torch; print(pathlib.Path(torch.__file__).parents[1])" > \
+		"$$($(VENV)-gpu/bin/python -c "import sysconfig; print(sysconfig.get_path('purelib'))")/torch.pth"
+	$(VENV)-gpu/bin/python -m pip install $(PIP_OPTIONS) --constraint $(VENV)-gpu/torch.txt "matplotlib>=3.9" --editable .
+	touch $@
+
 $(VENV)/installed-dev: $(VENV)/installed
 	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt triton==$(TRITON) --editable ".[dev]"
 	$(BIN)/python -m pip install $(PIP_OPTIONS) --constraint constraints.txt --no-deps $(BESIDE) --target $(VENV)/beside
@@ -159,4 +178,4 @@ $(VENV)-vllm/installed: pyproject.toml
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(VENV)-5.16 $(VENV)-5.19 $(VENV)-5.24 $(VENV)-newest $(VENV)-vllm attnres-demo attnres-real build dist site *.egg-info
+	rm -rf $(VENV) $(VENV)-5.16 $(VENV)-5.19 $(VENV)-5.24 $(VENV)-gpu $(VENV)-newest $(VENV)-vllm attnres-demo attnres-real build dist site *.egg-info

@@ -126,6 +126,11 @@ class Case:
         return self.batch * (DECODE_STEPS if self.kind == "decode" else self.length)
 
 
+def with_layers(shape: PreTrainedConfig, layers: int) -> PreTrainedConfig:
+    """A shape with another number of layers."""
+    return type(shape)(**{**shape.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+
+
 def make_twin(shape: PreTrainedConfig, dtype: torch.dtype, device: str) -> torch.nn.Module:
     """The PreNorm model of a shape with random weights."""
     torch.manual_seed(0)
@@ -297,9 +302,7 @@ def bench(
     if model is not None:
         twin = load_twin(model, getattr(torch, dtype), device)
     else:
-        config = SHAPES[shape]
-        if layers is not None:
-            config = type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "layer_types": None})
+        config = SHAPES[shape] if layers is None else with_layers(SHAPES[shape], layers)
         twin = make_twin(config, getattr(torch, dtype), device)
     models = make_models(twin, list(variants), device)
     shared = torch.optim.AdamW(models[TWIN].parameters(), lr=1e-5)
@@ -366,7 +369,7 @@ def measure_times(
             torch._dynamo.reset()
             calls = [work(case, model, shared, device, mode == "compiled") for model in models.values()]
             seconds = alternate(calls, pairs, f"{text}, {mode}", device)
-            records = [_record(text, mode, name, seconds[:, i], seconds[:, 0]) for i, name in enumerate(models)]
+            records = [record_of(text, mode, name, seconds[:, i], seconds[:, 0]) for i, name in enumerate(models)]
             partial.add("time", [{**r, "tokens_per_second": case.tokens / r["fastest_seconds"]} for r in records])
 
 
@@ -410,7 +413,8 @@ class Partial:
         }
 
 
-def _record(case: str, mode: str, model: str, seconds: torch.Tensor, twin: torch.Tensor) -> dict[str, Any]:
+def record_of(case: str, mode: str, model: str, seconds: torch.Tensor, twin: torch.Tensor) -> dict[str, Any]:
+    """What a model's seconds are to the twin's, pair by pair, each `[pairs]`."""
     ratios = seconds / twin
     low, median, high = (ratios.quantile(q).item() for q in (0.25, 0.5, 0.75))
     return {
