@@ -288,39 +288,48 @@ class Merge:
 
 
 def merged(how: Merge, mix, state, scores: Sequence[torch.Tensor], values: Sequence[torch.Tensor]):
-    """The mix of all sources `[tokens, heads, width]`, and the weights `[tokens, heads, sources]`.
+    """The mix of all sources, `[tokens, heads, width]`.
 
     Args:
         mix, state: of the closed sources, as phase 1 gives them; a mix of `None`: there are only local ones.
         scores: of the local sources, each `[tokens, heads]`.
         values: these, `[tokens, heads, width]`.
-
-    Returns:
-        The weight of the closed sources comes first, if there is one; with one local source there is only its weight.
     """
-    if not values:
-        return mix, None
+    return mixed(how, mix, weights_of_all(how, mix is not None, state, scores), values)
+
+
+def weights_of_all(how: Merge, has_mix: bool, state, scores: Sequence[torch.Tensor]) -> torch.Tensor | None:
+    """The weights `[tokens, heads, sources]` of the local sources, with that of the closed ones in front.
+
+    There is none of these where it is one, as for a sigmoid, or one less that of a single local source.
+    """
+    if not scores:
+        return None
     if how.weights == "sigmoid":
-        weights = torch.stack(list(scores), dim=-1).sigmoid()
-        of_local = weights.unsqueeze(-2).unbind(-1)
-        total = of_local[0] * values[0] if mix is None else torch.addcmul(mix, of_local[0], values[0])
-        others = list(zip(of_local, values))[1:]
-    elif mix is not None and len(values) == 1:
-        weights = (scores[0] - state).sigmoid().unsqueeze(-1)
-        return torch.lerp(mix, values[0], weights), weights
+        return torch.stack(list(scores), dim=-1).sigmoid()
+    if has_mix and len(scores) == 1:
+        return (scores[0] - state).sigmoid().unsqueeze(-1)
+    null = [torch.zeros_like(scores[0])] if how.weights == "softmax1" and not has_mix else []
+    weights = torch.softmax(torch.stack([*([state] if has_mix else null), *scores], dim=-1), dim=-1)
+    return weights[..., len(null) :]
+
+
+def mixed(how: Merge, mix, weights, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    """As of `merged`, by the weights."""
+    if not values:
+        return mix
+    if mix is not None and len(values) == 1 and how.weights != "sigmoid":
+        return torch.lerp(mix, values[0], weights)
+    of_source = list(weights.unsqueeze(-2).unbind(-1))
+    if mix is not None and how.weights == "sigmoid":
+        first, *others = values
+        total = torch.addcmul(mix, of_source.pop(0), first)
     else:
-        if mix is None and how.weights == "softmax1":
-            state = torch.zeros_like(scores[0])
-        stacked = torch.stack([*([] if state is None else [state]), *scores], dim=-1)
-        weights = torch.softmax(stacked, dim=-1)
-        if mix is None:
-            weights = weights[..., weights.shape[-1] - len(values) :]
-        of_source = weights.unsqueeze(-2).unbind(-1)
-        first, *others = zip(of_source, values if mix is None else [mix, *values])
-        total = first[0] * first[1]
-    for weight, value in others:
-        total = total.addcmul(weight, value) if torch.compiler.is_compiling() else total.addcmul_(weight, value)
-    return total, weights
+        first, *others = values if mix is None else [mix, *values]
+        total = of_source.pop(0) * first
+    for weight, value in zip(of_source, others, strict=True):
+        total.addcmul_(weight, value)
+    return total
 
 
 def merge_backward(how: Merge, grad, mix, weights, values, needs_mix: bool, needs_values: Sequence[bool]):
@@ -370,7 +379,8 @@ class MergeOpen(torch.autograd.Function):
         if query is not None:
             score, l2_norm = score_of(query, values[-1], how.key_eps_norm)
             scores.append(score)
-        total, weights = merged(how, mix, state, scores, values)
+        weights = weights_of_all(how, mix is not None, state, scores)
+        total = mixed(how, mix, weights, values)
         ctx.how, ctx.num_heads, ctx.has_mix = how, num_heads, mix is not None
         if how.eps_norm is not None:
             result, rms = rms_normed(total.flatten(1), of_norm[0], how)
@@ -396,7 +406,7 @@ class MergeOpen(torch.autograd.Function):
             node, place = how.closed
             mix = ReadClosed.mix_again(node, place)
         values = [by_head(source, ctx.num_heads) for source in sources]
-        total = merged_again(how, mix, weights, values).reshape(-1, how.shape[-1])
+        total = mixed(how, mix, weights, values).reshape(-1, how.shape[-1])
         if rms is not None:
             grad, *grads_of_norm = rms_norm_backward(grad, total, of_norm[0], rms, needed[-1])
         elif how.norm is not None:
@@ -444,24 +454,6 @@ def score_backward(query, values, score, l2_norm, grad, grad_values, needs_query
         return None
     with exactly(values):
         return torch.bmm(to_query.T.unsqueeze(1), values.transpose(0, 1)).view(query.shape)
-
-
-def merged_again(how: Merge, mix, weights, values) -> torch.Tensor:
-    """As of `merged`, by its weights."""
-    if not values:
-        return mix
-    if how.weights != "sigmoid" and mix is not None and len(values) == 1:
-        return torch.lerp(mix, values[0], weights)
-    of_source = list(weights.unsqueeze(-2).unbind(-1))
-    if how.weights == "sigmoid" and mix is not None:
-        total = torch.addcmul(mix, of_source.pop(0), values[0])
-        values = values[1:]
-    else:
-        first, *values = values if mix is None else [mix, *values]
-        total = of_source.pop(0) * first
-    for weight, value in zip(of_source, values):
-        total.addcmul_(weight, value)
-    return total
 
 
 def multiplied(total: torch.Tensor, how: Merge) -> torch.Tensor:

@@ -239,7 +239,7 @@ class BlockCache:
         scores = [score_of(query, value, self.eps_norm)[0] for value in values]
         if self.num_closed == self.num_read:
             state = None if state is None else state.view(of_heads)
-            return merged(how, mix.unflatten(0, of_heads), state, scores, values)[0]
+            return merged(how, mix.unflatten(0, of_heads), state, scores, values)
         # Blocks that have closed since the chunk began are in one piece
         since, count = self.values[:, self.num_read : self.num_closed], self.num_closed - self.num_read
         scores = [self.scores[:, self.num_read : self.num_closed, site], *(score.reshape(-1, 1) for score in scores)]
@@ -274,4 +274,4 @@ class BlockCache:
         mix, state = read_closed(closed.unsqueeze(0), scores, self.read_config.weights)
         state = None if state is None else state.view(-1, num_heads)
         scores = [dot(queries, value).squeeze(-1) / key_l2_norm(value.flatten(1), self.eps_norm) for value in values]
-        return merged(how, mix.view(queries.shape), state, scores, values)[0]
+        return merged(how, mix.view(queries.shape), state, scores, values)

@@ -17,7 +17,7 @@ from transformers.utils.generic import maybe_autocast
 from .autograd import TokenScores, by_head, dot, key_l2_norm
 from .backends import kernels_for
 from .definition import scores_by_definition
-from .reads import ReadConfig
+from .reads import PAPERS_READ, ReadConfig
 from .stream import DepthStream, register_stream
 from .two_phases import Reader
 
@@ -32,7 +32,7 @@ class VariantStream(DepthStream):
         outputs: those of the open block, each `[batch, seq, hidden]`, if each is a source.
     """
 
-    read_config: ReadConfig = ReadConfig()
+    read_config: ReadConfig = PAPERS_READ
     outputs: tuple[torch.Tensor, ...] = ()
 
     def _append(self, output: torch.Tensor, pending_dtype: torch.dtype | None) -> DepthStream:
@@ -160,7 +160,7 @@ def start_stream(
         outputs: of the open block, if each is a source. Other arguments are those of `DepthStream`.
     """
     learned, *projections = queries
-    if read_config == ReadConfig():
+    if read_config == PAPERS_READ:
         return DepthStream(learned, *args, **kwargs)
     kwargs |= {"read_config": read_config, "outputs": tuple(outputs)}
     if read_config.query == "learned":

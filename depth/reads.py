@@ -19,93 +19,11 @@ Here are what a read may be like and its weights; the streams that are read so a
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
-from typing import Any
 
 import torch
-from torch.nn import functional as F
 from transformers.configuration_utils import PreTrainedConfig
 
 from .choices import READS
-
-
-class Softmax:
-    """The paper's weights, which sum to 1."""
-
-    @staticmethod
-    def of_scores(scores: torch.Tensor) -> torch.Tensor:
-        """The weights `[..., sources]` of scores."""
-        return torch.softmax(scores, dim=-1)
-
-    @staticmethod
-    def factor(num_sources: int) -> int:
-        """The inverse of every weight at queries of zero."""
-        return num_sources
-
-    @staticmethod
-    def of_closed(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Phase 1: the weights of the closed sources alone, and what phase 2 has to know: here `-logsumexp`."""
-        log_weights = torch.log_softmax(scores, dim=-1)
-        return log_weights.exp(), log_weights[..., :1] - scores[..., :1]
-
-    @staticmethod
-    def weight(product: torch.Tensor, key_l2_norm: torch.Tensor, negative_lse: Any) -> torch.Tensor:
-        """Phase 2: the weight of one source more by the online-softmax rule; its score is `product / key_l2_norm`."""
-        return torch.addcdiv(negative_lse, product, key_l2_norm).sigmoid_()
-
-    # `(mix, value, weight)`
-    merge = staticmethod(torch.lerp)
-
-    @staticmethod
-    def next_state(product: torch.Tensor, key_l2_norm: torch.Tensor, negative_lse: Any) -> torch.Tensor | None:
-        """What the weight of a further source has to know after that of this one."""
-        # Beyond the threshold torch leaves out e^-x, and with its own of 20 that is 2e-9
-        return negative_lse - F.softplus(torch.addcdiv(negative_lse, product, key_l2_norm), threshold=40)
-
-
-class SoftmaxWithNull(Softmax):
-    """A softmax that may also choose nothing (`softmax1`, arXiv 2605.17887): one score more, which is zero."""
-
-    @staticmethod
-    def of_scores(scores: torch.Tensor) -> torch.Tensor:
-        return torch.softmax(F.pad(scores, (1, 0)), dim=-1)[..., 1:]
-
-    @staticmethod
-    def factor(num_sources: int) -> int:
-        return num_sources + 1
-
-    @staticmethod
-    def of_closed(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        log_weights = torch.log_softmax(F.pad(scores, (1, 0)), dim=-1)
-        return log_weights[..., 1:].exp(), log_weights[..., :1]
-
-
-class Sigmoid:
-    """Weights that are independent of each other."""
-
-    @staticmethod
-    def of_scores(scores: torch.Tensor) -> torch.Tensor:
-        return torch.sigmoid(scores)
-
-    @staticmethod
-    def factor(num_sources: int) -> int:
-        return 2
-
-    @staticmethod
-    def of_closed(scores: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        return torch.sigmoid(scores), None
-
-    @staticmethod
-    def weight(product: torch.Tensor, key_l2_norm: torch.Tensor, _) -> torch.Tensor:
-        return (product / key_l2_norm).sigmoid_()
-
-    merge = staticmethod(torch.addcmul)
-
-    @staticmethod
-    def next_state(product: torch.Tensor, key_l2_norm: torch.Tensor, _) -> torch.Tensor | None:
-        return None
-
-
-WEIGHTS: dict[str, Any] = {"softmax": Softmax, "sigmoid": Sigmoid, "softmax1": SoftmaxWithNull}
 
 
 @dataclass(frozen=True)
@@ -127,6 +45,10 @@ class ReadConfig:
             config.attn_res_weights,
             config.attn_res_open_block,
         )
+
+    def factor(self, num_sources: int) -> int:
+        """The inverse of every weight at queries of zero."""
+        return {"softmax": num_sources, "softmax1": num_sources + 1, "sigmoid": 2}[self.weights]
 
     def __str__(self):
         return f"a read with {self.in_words()}" if self != ReadConfig() else "the paper's read"

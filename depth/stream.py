@@ -26,7 +26,7 @@ from .block_cache import BlockCache
 from .definition import mix_by_definition, scores_by_definition, weights_by_definition
 from .kernels import fused_read
 from .norms import norm_of
-from .reads import PAPERS_READ, WEIGHTS
+from .reads import PAPERS_READ
 from .tensor_like import TensorLike
 from .two_phases import Chunk, end_of_chunk
 
@@ -184,7 +184,7 @@ class DepthStream(TensorLike):
     def _factor(self) -> int:
         if not self.scale_by_sources:
             return 1
-        return WEIGHTS[self.read_config.weights].factor(len(self.blocks) + len(self.open_sources))
+        return self.read_config.factor(len(self.blocks) + len(self.open_sources))
 
     def _read_cached(self, cache: BlockCache, norm: nn.Module | None) -> torch.Tensor:
         return cache.read(self.site, self.open_sources, norm, self._factor())

@@ -123,7 +123,7 @@ class Reader:
             values = [by_head(source, self.num_heads) for source in sources]
             if query is not None:
                 scores = [*scores, score_of(query, values[-1], key_eps_norm)[0]]
-            total = merged(how, mix, state, scores, values)[0].flatten(1)
+            total = merged(how, mix, state, scores, values).flatten(1)
             if parameters is not None and not torch.compiler.is_compiling():
                 weight, eps = parameters
                 how.eps_norm = self.eps_norm_of(eps / factor**2)

@@ -24,9 +24,9 @@ from attnres.conversion import convert, revert
 from attnres.depth.autograd import Scores, TokenScores, key_l2_norm
 from attnres.depth.block_cache import BlockCache
 from attnres.depth.choices import READS
-from attnres.depth.definition import depth_attention_reference, read_by_definition, weights_by_definition
+from attnres.depth.definition import depth_attention_reference, read_by_definition
 from attnres.depth.other_reads import start_stream
-from attnres.depth.reads import WEIGHTS, ReadConfig
+from attnres.depth.reads import ReadConfig
 
 
 def read_fields(heads, query, rank, weights, open_block) -> dict:
@@ -187,31 +187,16 @@ def test_the_definition_of_weights(weights, heads, scale):
     expected_mix, expected = mix_by_definition(query, torch.ones(8), sources, 1e-3, heads, weights)
     torch.testing.assert_close((mix, of_source), (expected_mix, expected.view_as(of_source)), rtol=1e-10, atol=1e-12)
 
-    scores = (scale * torch.randn(7, 5, dtype=torch.float64)).requires_grad_()
-    grad = torch.randn(7, 5, dtype=torch.float64)
-    of_definition, of_fast_path = weights_by_definition(scores, weights), WEIGHTS[weights].of_scores(scores)
-    torch.testing.assert_close(of_fast_path, of_definition, rtol=1e-10, atol=1e-14)
-    gradients = [torch.autograd.grad(of_scores, scores, grad)[0] for of_scores in (of_fast_path, of_definition)]
-    torch.testing.assert_close(*gradients, rtol=1e-10, atol=1e-13)
 
-    # One source after the other, as in phase 2
-    kind, lengths = WEIGHTS[weights], torch.ones((), dtype=torch.float64)
-    with torch.no_grad():
-        (of_closed, state), mix = kind.of_closed(scores[:, :2]), 0.0
-        mix = (of_closed * torch.arange(1.0, 3)).sum(-1)
-        state = None if state is None else state.squeeze(-1)
-        for i in range(2, 5):
-            score = scores[:, i]
-            value = torch.full_like(score, i + 1)
-            mix = kind.merge(mix, value, kind.weight(score, lengths, state))
-            state = kind.next_state(score, lengths, state)
-        expected = (of_definition * torch.arange(1.0, 6)).sum(-1)
-    torch.testing.assert_close(mix, expected, rtol=1e-13, atol=1e-13)
+def test_the_inverse_of_weights_at_queries_of_zero():
+    sources = list(torch.randn(3, 2, 4, 8, dtype=torch.float64))
+    for weights in READS["attn_res_weights"]:
+        _, of_source = read_by_definition(torch.zeros(8, dtype=torch.float64), sources, 1e-3, 1, weights)
+        torch.testing.assert_close(of_source, torch.full_like(of_source, 1 / ReadConfig(weights=weights).factor(3)))
 
 
 def test_every_value_is_known_everywhere():
     """To the code that reads, to the command line, and to files of adapters, which hold the places of values."""
-    assert WEIGHTS.keys() == set(READS["attn_res_weights"])
     options = get_type_hints(convert_command, include_extras=False)
     for name, values in READS.items():
         (choices,) = (kind for kind in get_args(options[name.removeprefix("attn_res_")]) if kind is not type(None))
