@@ -83,6 +83,17 @@ SHAPES = {
         head_dim=128,
         tie_word_embeddings=False,
     ),
+    # Of the study of two depths: many narrow layers, whose reads cost the most
+    "narrow": Qwen3Config(
+        vocab_size=2048,
+        hidden_size=48,
+        intermediate_size=144,
+        num_hidden_layers=24,
+        num_attention_heads=4,
+        num_key_value_heads=4,
+        head_dim=12,
+        tie_word_embeddings=True,
+    ),
     "tiny": Qwen3Config(
         vocab_size=256,
         hidden_size=32,

@@ -10,6 +10,7 @@ head. Keys are `sqrt(hidden) * v / |v|`, with the epsilon in the L2 norm; the ro
 """
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -56,7 +57,8 @@ def dot(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
 
 def exactly(like: torch.Tensor):
     """No autocast: products of matrices as wide as they are given."""
-    return maybe_autocast(device_type=like.device.type, enabled=False)
+    device_type = like.device.type
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
 # Scores
