@@ -1,11 +1,11 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Which code computes reads over depth: plain torch anywhere, kernels on GPUs where they are right and faster.
 
-A backend is a set of functions on tensors; `attention.py` and the block cache ask here in front of every one of them:
+A backend is a set of functions on tensors. Streams and the block cache ask here which of them to call:
 
 - `torch`: operations of torch, which are always there;
 - `triton`: the kernels of `triton_kernels`;
-- `fla`: one kernel of flash-linear-attention for a read in training, and those of `triton` for all else.
+- `fla`: one kernel of flash-linear-attention for the paper's read in training, and those of `triton` for all else.
 
 By default (`auto`) those that are installed are tried where the first read happens, on a few numbers and then for
 their time, and the fastest one that computes what the definition says is taken. `set_backend`, or the environment

@@ -39,9 +39,10 @@ class BlockCache:
     """The closed blocks of one forward pass, kept for two-phase reads: to depth what a KV cache is to time.
 
     Append-only along depth: a block is copied in when it closes, together with its scores for all later sites, and is
-    never normalised again. The sites of a chunk, which is a block or some short ones, share phase 1. Depth attention
-    is per token, so nothing in here outlives a forward pass but the buffers, which the next one of the same shape
-    reuses. For inference only: the buffers are written in place.
+    never normalised again. (Kernels score what they load, so with them the block alone is kept.) The sites of a chunk,
+    which is a block or some short ones, share phase 1. Depth attention is per token, so nothing in here outlives a
+    forward pass but the buffers, which the next one of the same shape reuses. For inference only: the buffers are
+    written in place.
 
     Queries that see the input are not known before the sublayers in front have run, so these read all closed blocks at
     every site, with the norms of their keys as they were kept.

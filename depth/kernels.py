@@ -20,6 +20,6 @@ def module_of(backend: str) -> ModuleType:
 
 
 def fused_read(query: torch.Tensor, sources: Sequence[torch.Tensor], eps: float) -> torch.Tensor:
-    """fla's kernel for a read of all sources at once: arguments and mix as of `depth_attention`."""
+    """fla's kernel for a read of all sources at once: arguments and mix as of `depth_attention_reference`."""
     sources = [source.contiguous() for source in sources]
     return module_of("fla").fused_attnres(query, sources, torch.ones_like(query), eps)

@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Streams and block cache of reads that are not the paper's own, see `reads.py`.
+"""Streams whose reads are not the paper's own, see `reads.py`.
 
 One class of stream has the paper's read, `DepthStream`. Here are one for all others with learned queries, and one for
 queries that see the input. `start_stream` chooses.

@@ -14,7 +14,8 @@ With the sources `v_1 ... v_n` of a site, their keys `k_i = v_i / rms(v_i)`, and
 and of an open block either the sum of its outputs is a source, or each output. At queries of zero the weights are all
 1 / n, 1 / (n + 1) or 1 / 2. So a read that is multiplied by n, n + 1 or 2 is the residual stream, as the paper's is.
 
-Here are what a read may be like and its weights; the streams that are read so are in `other_reads.py`.
+Here is what a read may be like. Its definition is in `definition.py`, and the streams that are read so are in
+`other_reads.py`.
 """
 
 from collections.abc import Sequence

@@ -4,7 +4,7 @@
 While a prompt is read the block cache holds every closed block of all its tokens. They are of no use to the tokens
 behind them, so with `prefill_chunk_size` no more than the blocks of one chunk are ever there:
 
-    tokens * hidden * (blocks * bytes + sublayers per block * 4) + tokens * sites * blocks * 4
+    tokens * hidden * (blocks * bytes + sites that share phase 1 * 4) + tokens * sites * blocks * 4
 
 Each figure is from a process of its own: how far its peak lies above what it needed with the model loaded.
 """
