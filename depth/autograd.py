@@ -188,6 +188,19 @@ def by_site(mixes: torch.Tensor, state: torch.Tensor | None):
     return mixes.transpose(0, 1).unbind(2), () if state is None else state.transpose(0, 1).unbind(-1)
 
 
+def unpacked(ctx) -> list[torch.Tensor]:
+    """The saved tensors of a phase 1, which activation checkpointing gives only once, as they were saved."""
+    if ctx.unpacked is None:
+        ctx.unpacked = [(tensor, tensor._version) for tensor in ctx.saved_tensors]
+    for tensor, version in ctx.unpacked:
+        if tensor._version != version:
+            raise RuntimeError(
+                "A source of a read over depth has been modified by an inplace operation since a backward pass through"
+                " a part of this graph, and the rest of it needs what was read."
+            )
+    return [tensor for tensor, _ in ctx.unpacked]
+
+
 class ReadClosed(torch.autograd.Function):
     """Phase 1. Gives the mix of each site, `[tokens, heads, width]`, and then the state of each, `[tokens, heads]`.
 
@@ -207,21 +220,22 @@ class ReadClosed(torch.autograd.Function):
         ctx.weights, ctx.num_sites = weights, len(queries)
         ctx.save_for_backward(queries, scores, l2_norms, *sources)
         ctx.set_materialize_grads(False)
-        ctx.tensors_again = ctx.mixes_of_sites = None
+        ctx.unpacked = ctx.tensors_again = ctx.mixes_of_sites = None
         return *mixes, *states
 
     @staticmethod
     def saved(ctx) -> tuple:
-        """The saved tensors, which activation checkpointing gives only once."""
+        """The saved tensors, with the sources side by side."""
         if ctx.tensors_again is None:
-            queries, scores, l2_norms, *sources = ctx.saved_tensors
+            queries, scores, l2_norms, *sources = unpacked(ctx)
             ctx.tensors_again = queries, scores, l2_norms, side_by_side(sources, len(scores))
+        unpacked(ctx)
         return ctx.tensors_again
 
     @staticmethod
     def mix_again(ctx, place: int) -> torch.Tensor:
+        _, scores, _, values = ReadClosed.saved(ctx)
         if ctx.mixes_of_sites is None:
-            _, scores, _, values = ReadClosed.saved(ctx)
             ctx.mixes_of_sites = read_closed(values, scores, ctx.weights)[0].transpose(0, 1)
         return ctx.mixes_of_sites[:, :, place]
 
@@ -229,7 +243,7 @@ class ReadClosed(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, *grads):
         queries, scores, l2_norms, values = ReadClosed.saved(ctx)
-        ctx.tensors_again = ctx.mixes_of_sites = None  # every site has been there
+        ctx.unpacked = ctx.tensors_again = ctx.mixes_of_sites = None  # every site has been there
         num_heads, num_tokens, num_sources, width = values.shape
         of_mixes = values.new_zeros if any(grad is None for grad in grads[: ctx.num_sites]) else values.new_empty
         of_mixes = of_mixes(num_heads, num_tokens, ctx.num_sites, width)

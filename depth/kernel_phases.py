@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
+from .autograd import unpacked
+
 
 class ReadClosedByKernels(torch.autograd.Function):
     """Phase 1: the mix of each site, `[batch, seq, hidden]`, and then the state of each, `[batch, seq, heads]`."""
@@ -21,28 +23,21 @@ class ReadClosedByKernels(torch.autograd.Function):
         mixes, states, scores, inverse_rms = kernels.read_closed(queries, sources, eps, num_heads, weights)
         ctx.save_for_backward(queries, states, scores, inverse_rms, *sources)
         ctx.set_materialize_grads(False)
-        ctx.tensors_again = ctx.mixes = None
+        ctx.unpacked = ctx.mixes = None
         return *mixes.unbind(0), *(() if states is None else states.unbind(0))
 
     @staticmethod
-    def saved(ctx) -> tuple:
-        """The saved tensors, which activation checkpointing gives only once."""
-        if ctx.tensors_again is None:
-            ctx.tensors_again = ctx.saved_tensors
-        return ctx.tensors_again
-
-    @staticmethod
     def mix_again(ctx, place: int) -> torch.Tensor:
+        queries, _, _, _, *sources = unpacked(ctx)
         if ctx.mixes is None:
-            queries, _, _, _, *sources = ReadClosedByKernels.saved(ctx)
             ctx.mixes = ctx.kernels.read_closed(queries, sources, *ctx.arguments)[0]
         return ctx.mixes[place]
 
     @staticmethod
     @once_differentiable
     def backward(ctx, *grads):
-        queries, states, scores, inverse_rms, *sources = ReadClosedByKernels.saved(ctx)
-        ctx.tensors_again = ctx.mixes = None  # every site has been there
+        queries, states, scores, inverse_rms, *sources = unpacked(ctx)
+        ctx.unpacked = ctx.mixes = None  # every site has been there
         _, num_heads, weights = ctx.arguments
         of_mixes, of_states = list(grads[: ctx.num_sites]), list(grads[ctx.num_sites :]) or [None] * ctx.num_sites
         grad_queries, grad_sources = ctx.kernels.read_closed_backward(

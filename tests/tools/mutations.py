@@ -42,7 +42,7 @@ MUTATIONS = [
     ("depth/autograd.py", "grad_source = torch.addcmul(to_query * by_head(query, num_heads), through_norm, values, value=-1)", "grad_source = torch.addcmul(to_query * by_head(query, num_heads), through_norm, values, value=-0.99)", READS),
     ("depth/autograd.py", "        state = torch.logaddexp(state, torch.zeros_like(state))", "        pass", READS),
     ("depth/autograd.py", "of_closed = of_closed * state.sigmoid().unsqueeze(2)", "of_closed = of_closed * 1", READS),
-    ("depth/autograd.py", "if ctx.tensors_again is None:", "if True:", ("tests/test_training.py",)),
+    ("depth/autograd.py", "if ctx.unpacked is None:", "if True:", ("tests/test_training.py",)),
     ("depth/autograd.py", "of_scores.sub_((of_closed * of_scores).sum(2, keepdim=True))", "of_scores.sub_((of_closed * of_scores).mean(2, keepdim=True))", OPERATOR),
     ("depth/autograd.py", "                    of_scores.add_(of_state.unsqueeze(2))", "                    pass", OPERATOR),
     ("depth/autograd.py", "through_norm = to_query.mul_(scores).sum((0, 3)) / l2_norms", "through_norm = to_query.mul_(scores).sum((0, 3)) / l2_norms.square()", OPERATOR),

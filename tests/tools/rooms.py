@@ -34,10 +34,6 @@ EXCEPTIONS = {
 }
 
 
-# At the root for what was written by earlier versions
-SHIMS = ("triton_kernels",)
-
-
 def python_files() -> list[Path]:
     """All of the repository, relative to its root, those of environments and builds left out."""
     places = [path for path in ROOT.iterdir() if path.name[0] != "." and path.name not in ("build", "site")]
