@@ -3,7 +3,6 @@
 
 import weakref
 from collections.abc import Sequence
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -55,7 +54,7 @@ class BlockCache:
     l2_norms: torch.Tensor  # `[rows, blocks]`
     queries: torch.Tensor  # `[sites, hidden]`, times `sqrt(hidden)`
     one_token: OneTokenCache | None
-    kernels: ModuleType | None
+    kernels: Any
     site_queries: Sequence[torch.Tensor]
     eps_norms: dict[float, torch.Tensor]
 

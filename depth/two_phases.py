@@ -16,7 +16,6 @@ more in `lse`; a sigmoid has no `lse`, and `a_0` is 1.
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import ModuleType
 from typing import Any
 
 import torch
@@ -84,7 +83,7 @@ class Reader:
         eps: float,
         num_heads: int = 1,
         weights: str = "softmax",
-        kernels: ModuleType | None = None,
+        kernels: Any = None,
     ):
         self.like, self.eps, self.num_heads, self.weights, self.kernels = like, eps, num_heads, weights, kernels
         self.eps_norms: dict[float, torch.Tensor] = {}
@@ -130,7 +129,7 @@ class Reader:
                 return rms_normed(total, weight, how)[0].view(shape)
             total = multiplied(total, how).view(shape)
             return total if norm is None else norm_of(norm, total)
-        if not sources and norm is None and factor == 1:
+        if mix is not None and not sources and norm is None and factor == 1:
             return mix.reshape(shape).to(dtype)
         if norm is not None and norm._modules:
             # What is in submodules, such as those of `torch.nn.utils.parametrize`, is not among the norm's tensors
@@ -183,6 +182,11 @@ class Chunk(Reader):
         kernels: a module of kernels to run in place of torch's operations.
     """
 
+    values: torch.Tensor  # the closed sources side by side
+    l2_norms: torch.Tensor  # those of their keys, `[tokens, sources]`
+    mixes: Sequence[torch.Tensor]
+    states: Sequence[torch.Tensor | None]
+
     def __init__(
         self,
         sites: tuple[int, int],
@@ -192,7 +196,7 @@ class Chunk(Reader):
         num_heads: int = 1,
         weights: str = "softmax",
         before: "Chunk | None" = None,
-        kernels: ModuleType | None = None,
+        kernels: Any = None,
     ):
         super().__init__(blocks[0], eps, num_heads, weights, kernels)
         self.first, self.end = sites
@@ -231,18 +235,17 @@ class Chunk(Reader):
         self.states = (None,) * len(queries) if states is None or not len(states) else states
 
     def _put_side_by_side(self, blocks: Sequence[torch.Tensor], before: "Chunk | None"):
-        """The closed sources in one tensor, and the L2 norms of their keys, `[tokens, sources]`."""
-        known = 0 if before is None else before.num_closed
-        if known == len(blocks):
+        if before is not None and before.num_closed == len(blocks):
             self.values, self.l2_norms = before.values, before.l2_norms
             return
-        self.values = side_by_side(blocks[known:], self.num_heads, before.values if known else None)
+        known = 0 if before is None else before.num_closed
+        self.values = side_by_side(blocks[known:], self.num_heads, None if before is None else before.values)
         if torch.compiler.is_compiling():
             self.l2_norms = l2_norms_of(self.values, self.eps_norm)
             return
         with torch.no_grad():  # `ReadClosed` knows their derivatives
             new = l2_norms_of(self.values[:, :, known:], self.eps_norm)
-            self.l2_norms = torch.cat([before.l2_norms, new], dim=1) if known else new
+            self.l2_norms = new if before is None else torch.cat([before.l2_norms, new], dim=1)
 
     def has(self, site: int, num_closed: int) -> bool:
         """Whether a site, before which so many sources are closed, is one of these."""
