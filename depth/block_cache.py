@@ -17,7 +17,6 @@ from .autograd import (
     key_l2_norm,
     merged,
     multiplied,
-    product_of,
     read_closed,
     rms_normed,
     score_of,
@@ -183,21 +182,20 @@ class BlockCache:
             factor: what the mix is multiplied by.
             query: of every token, `[batch, seq, hidden]`, if queries see the input.
         """
+        if self.one_token is not None:
+            return self.one_token.read(site, open_sources[0] if open_sources else None, norm, factor)
         device_type = self.values.device.type
         if torch.is_autocast_enabled(device_type):
             with torch.autocast(device_type, enabled=False):
                 mix = self.read(site, open_sources, None, factor, query)
             return mix if norm is None else norm_of(norm, mix)
-        if self.one_token is not None:
-            return self.one_token.read(site, open_sources[0] if open_sources else None, norm, factor)
         if self.kernels is not None:
             return self._read_by_kernels(site, open_sources, norm, factor, query)
         how = Merge(len(open_sources), self.read_config.weights, self.shape, self.dtype, factor)
-        values = [by_head(source, self.read_config.num_heads) for source in open_sources]
         if query is not None:
-            total = self._read_by(query, how, values)
+            total = self._read_by(query, how, open_sources)
         else:
-            total = self._read(site, how, values)
+            total = self._read(site, how, open_sources)
         total = total.reshape(-1, self.shape[-1])
         parameters = rms_norm_parameters(norm, self.dtype)
         if parameters is not None:
@@ -206,7 +204,7 @@ class BlockCache:
             return rms_normed(total, weight, how)[0].view(self.shape)
         result = multiplied(total, how).view(self.shape)
         # Out of the buffer, which the next chunk overwrites
-        result = result.clone() if result.data_ptr() == total.data_ptr() and not values else result
+        result = result.clone() if result.data_ptr() == total.data_ptr() and not open_sources else result
         return result if norm is None else norm_of(norm, result)
 
     def _read_by_kernels(self, site: int, open_sources, norm, factor: int, query) -> torch.Tensor:
@@ -223,19 +221,21 @@ class BlockCache:
         local = [*closed[self.num_read :], *open_sources]
         return reader.merge_by_kernels(self.site_queries[site], local, norm, factor, *of_closed)
 
-    def _read(self, site: int, how: Merge, values: Sequence[torch.Tensor]) -> torch.Tensor:
-        """The mix by a learned query, with that of open sources `[tokens, heads, width]`."""
+    def _read(self, site: int, how: Merge, open_sources: Sequence[torch.Tensor]) -> torch.Tensor:
+        """The mix by a learned query."""
         first, end = self.chunk
         if not first <= site < end or self.num_closed < self.num_read:
             first, end = self.chunk = site, end_of_chunk(site, self.block_size, len(self.queries))
             self._read_closed(first, end)
-        mix, state = self.mix[:, site - first], None if self.state is None else self.state[:, site - first]
-        query, of_heads = self.site_queries[site], (-1, self.read_config.num_heads)
-        if self.num_closed == self.num_read and len(values) == 1 and state is not None:
-            # As of `merged`, with two operations less
-            l2_norm = key_l2_norm(values[0].flatten(1), self.eps_norm)
-            weight = torch.addcdiv(state.view(of_heads), product_of(query, values[0]), l2_norm, value=-1)
-            return torch.lerp(values[0], mix.unflatten(0, of_heads), weight.sigmoid_().unsqueeze(-1))
+        mix, state, query = self.mix[site - first], self.state[site - first], self.site_queries[site]
+        of_heads = -1, self.read_config.num_heads
+        if self.num_closed == self.num_read and len(open_sources) == of_heads[1] == 1 and state is not None:
+            # As of `merged`, with two operations less and few views: most reads within a block
+            partial = open_sources[0].to(mix.dtype).reshape(mix.shape)
+            l2_norm = key_l2_norm(partial, self.eps_norm)
+            weight = torch.addcdiv(state, torch.mv(partial, query).unsqueeze(-1), l2_norm, value=-1)
+            return torch.lerp(partial, mix, weight.sigmoid_())
+        values = [by_head(source, of_heads[1]) for source in open_sources]
         scores = [score_of(query, value, self.eps_norm)[0] for value in values]
         if self.num_closed == self.num_read:
             state = None if state is None else state.view(of_heads)
@@ -247,7 +247,7 @@ class BlockCache:
             weights = torch.cat(scores, dim=-1).sigmoid()
             total = torch.baddbmm(mix.unsqueeze(1), weights[:, None, :count], since).squeeze(1)
         else:
-            weights = torch.cat([state.unsqueeze(-1), *scores], dim=-1).softmax(-1)
+            weights = torch.cat([state, *scores], dim=-1).softmax(-1)
             of_closed, weights = weights[:, :1], weights[:, 1:]
             total = torch.bmm(weights[:, None, :count], since).squeeze(1).addcmul_(of_closed, mix)
         for i, value in enumerate(values, start=count):
@@ -259,14 +259,17 @@ class BlockCache:
         values, scores = self.values[:, : self.num_closed], self.scores[:, : self.num_closed, first:end]
         scores = scores.transpose(0, 1).contiguous().unsqueeze(0)
         weights, state = weights_of_closed(scores, self.read_config.weights)
-        self.num_read, self.state = self.num_closed, None if state is None else state.squeeze(0)
+        self.num_read = self.num_closed
+        self.state = [None] * (end - first) if state is None else state.squeeze(0).unsqueeze(-1).unbind(1)
         if self.num_closed == 1 and self.read_config.weights == "softmax":  # over one source: it is 1
-            self.mix = values.expand(-1, end - first, -1)
+            self.mix = values.squeeze(1).unsqueeze(0).expand(end - first, -1, -1)
         else:
-            self.mix = torch.bmm(weights.squeeze(0).permute(1, 2, 0), values, out=self.mixes[:, : end - first])
+            out = self.mixes[:, : end - first]
+            self.mix = torch.bmm(weights.squeeze(0).permute(1, 2, 0), values, out=out).unbind(1)
 
-    def _read_by(self, query: torch.Tensor, how: Merge, values: Sequence[torch.Tensor]) -> torch.Tensor:
+    def _read_by(self, query: torch.Tensor, how: Merge, open_sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mix by a query of each token, `[batch, seq, hidden]`."""
+        values = [by_head(source, self.read_config.num_heads) for source in open_sources]
         num_heads, (num_rows, _, width) = self.read_config.num_heads, self.values.shape
         queries = by_head(query * self.shape[-1] ** 0.5, num_heads)
         closed, l2_norms = self.values[:, : self.num_closed], self.l2_norms[:, : self.num_closed]

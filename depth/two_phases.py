@@ -14,6 +14,7 @@ With heads each has its slice of the hidden dimension, and the RMS is that of al
 more in `lse`; a sigmoid has no `lse`, and `a_0` is 1.
 """
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -43,13 +44,18 @@ from .kernel_phases import MergeByKernels, ReadClosedByKernels
 from .norms import norm_of, norm_tensors, rms_norm_parameters
 
 
-# Of Full AttnRes and of short blocks. A longer chunk reads closed sources more rarely, and merges more local ones
-SITES_OF_CHUNK = 8
+# Longer chunks of Full AttnRes take no less time, between 8 and 16 sites, and more memory
+MOST_SITES = 8
 
 
 def end_of_chunk(site: int, block_size: int, num_sites: int) -> int:
-    """Where the chunk of a site ends: with its block, or with the last of some short ones."""
-    blocks = max(1, SITES_OF_CHUNK // block_size)
+    """Where the chunk of a site ends: with its block, or with the last of some short ones.
+
+    Per site, phase 1 costs as much as `sources / sites`, and phase 2 as much as there are local sources, half as many
+    as sites. The sum is smallest near the square root of twice the sources.
+    """
+    num_sources = 1 + (num_sites - 1) // block_size
+    blocks = max(1, min(MOST_SITES, math.isqrt(2 * num_sources)) // block_size)
     return min((site // block_size + blocks) * block_size, num_sites)
 
 

@@ -86,11 +86,13 @@ def test_gradients_are_those_of_finite_differences(local):
 
 
 @pytest.mark.parametrize(
-    "block_size, ends", [(1, [8, 11, 17, 17]), (3, [6, 9, 15, 17]), (6, [6, 6, 12, 17]), (40, 4 * [17])]
+    "block_size, ends", [(1, [8, 11, 17, 24]), (3, [3, 6, 12, 18]), (6, [6, 6, 12, 18]), (40, 4 * [40])]
 )
 def test_ends_of_chunks(block_size, ends):
     """With a block, or with the last of a few short ones; and never behind the last site."""
-    assert [end_of_chunk(site, block_size, 17) for site in (0, 3, 9, 16)] == ends
+    assert [end_of_chunk(site, block_size, 41) for site in (0, 3, 9, 16)] == ends
+    # Of a few sources, which are soon read, there are fewer sites; and none behind the last one
+    assert [end_of_chunk(0, 1, num_sites) for num_sites in (1, 2, 5, 9, 31, 32)] == [1, 2, 3, 4, 7, 8]
 
 
 @pytest.mark.one_in(4)

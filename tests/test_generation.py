@@ -509,8 +509,8 @@ def test_a_slice_is_seen_and_scores_once(input_ids, monkeypatch):
     monkeypatch.setattr(depth_stream, "start_chunk", lambda *args: chunks.append(start(*args)) or chunks[-1])
     rebuilt = last.start_stream(stream.blocks, stream.partial, stream.site)
     last(inputs_embeds=rebuilt).last_hidden_state.sum().backward()
-    # Layers share phase 1: once up to the end of what is given, not layer by layer
-    assert [(chunk.first, chunk.end, chunk.num_closed) for chunk in chunks] == [(4, 9, 2)]
+    # Block by block, and not layer by layer
+    assert [(chunk.first, chunk.end, chunk.num_closed) for chunk in chunks] == [(4, 6, 2), (6, 9, 3)]
 
 
 def test_a_base_without_a_final_norm(input_ids):
