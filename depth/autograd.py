@@ -199,9 +199,9 @@ def by_site(mixes: torch.Tensor, state: torch.Tensor | None):
 def unpacked(ctx) -> list[torch.Tensor]:
     """The saved tensors of a phase 1, which activation checkpointing gives only once, as they were saved."""
     if ctx.unpacked is None:
-        ctx.unpacked = [(tensor, tensor._version) for tensor in ctx.saved_tensors]
+        ctx.unpacked = [(tensor, tensor is not None and tensor._version) for tensor in ctx.saved_tensors]
     for tensor, version in ctx.unpacked:
-        if tensor._version != version:
+        if tensor is not None and tensor._version != version:
             raise RuntimeError(
                 "A source of a read over depth has been modified by an inplace operation since a backward pass through"
                 " a part of this graph, and the rest of it needs what was read."

@@ -29,6 +29,8 @@ from attnres.depth import trial as depth_trial
 from attnres.depth.definition import depth_attention_reference
 from attnres.depth.kernels import fused_read, module_of
 from attnres.depth.norms import rms_norm_parameters
+from attnres.depth.other_reads import start_stream
+from attnres.depth.reads import ReadConfig
 
 
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="Triton is not installed")
@@ -255,6 +257,49 @@ def test_reads_of_a_stream(backend, of_embedding, sums):
     actual = run(queries, *outputs)
     attnres.set_backend("torch")
     UpToRounding(run, queries, *outputs).check(actual)
+
+
+@needs_triton
+@pytest.mark.parametrize("backend", ["triton"], indirect=True)
+@pytest.mark.parametrize("block_size", mostly_slow([1, 3], every=2))
+@pytest.mark.parametrize(
+    "read_config",
+    [
+        ReadConfig(num_heads=2, weights="sigmoid"),
+        ReadConfig(weights="softmax1", open_block="each"),
+        ReadConfig(num_heads=4),
+        ReadConfig(num_heads=2, query="hybrid", weights="softmax1"),
+    ],
+    ids=str,
+)
+def test_all_kinds_of_reads(backend, read_config, block_size, counted):
+    """By kernels and by torch: what is read with and without gradients, and these."""
+    generator, norm = torch.Generator().manual_seed(0), LlamaRMSNorm(16, eps=0.5)
+    shapes = [(7, 16), *[(2, 3, 16)] * 7]
+    projections = [(7, 16), (7, 16, 16)] if read_config.query != "learned" else []
+    inputs = [torch.randn(shape, generator=generator) / 4 for shape in [*shapes, *projections]]
+
+    def reads(queries, embedding, *others):
+        outputs, of_query = others[:6], others[6:]
+        stream = start_stream(read_config, [queries, *of_query], (embedding,), block_size=block_size, eps=1e-3)
+        stream = stream if torch.is_grad_enabled() else stream.keep_in(attnres.BlockCache())
+        mixes = [stream.read(norm)]
+        for output in outputs:
+            stream = stream + output
+            mixes.append(stream.read(norm))
+        return mixes
+
+    def run(*inputs):
+        with torch.no_grad():
+            without_gradients = reads(*inputs)
+        inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+        mixes = reads(*inputs)
+        return without_gradients, mixes, torch.autograd.grad(mixes, inputs, [mix.detach().cos() for mix in mixes])
+
+    actual = run(*inputs)
+    assert "merge" in counted and "merge_backward" in counted
+    attnres.set_backend("torch")
+    UpToRounding(run, *inputs).check(actual)
 
 
 HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
