@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 HERE = Path(__file__).parents[2]
-OPERATOR = ("tests/test_depth_attention.py", "tests/test_depth_stream.py")
+OPERATOR = ("tests/test_depth_attention.py", "tests/test_two_phases.py", "tests/test_depth_stream.py")
 READS = ("tests/test_reads.py",)
 GRADIENTS = ("tests/test_gradients.py",)
 PRETRAINING = ("tests/test_pretrain.py",)
