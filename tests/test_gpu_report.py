@@ -50,6 +50,7 @@ def run_gpu(tmp_path):
 
 
 @needs_triton
+@pytest.mark.slow
 def test_report(run_gpu, tmp_path, monkeypatch):
     """The kernels need the interpreter here: without it their part fails, with it the same command does it alone."""
     wanted = (KERNELS, DECODE, TRAIN, FLA, LIGER, "trial: all backends")

@@ -20,6 +20,7 @@ from attnres.depth.other_reads import start_stream
 from attnres.depth.reads import ReadConfig
 
 
+pytestmark = pytest.mark.one_in(2)
 SITES, EPS = 14, 1e-3
 READS = {
     "paper": ReadConfig(),
