@@ -153,7 +153,7 @@ class BlockCache:
 
     def _append(self, block: torch.Tensor, number: int):
         num_heads, values = self.read_config.num_heads, self.values[:, number]
-        values.copy_(block.view(values.shape))
+        values.copy_(block.reshape(values.shape))
         of_tokens = values.view(-1, num_heads, values.shape[-1])
         l2_norm = key_l2_norm(of_tokens.flatten(1), self.eps_norm)
         if self.read_config.query != "learned":

@@ -192,6 +192,31 @@ def test_no_tokens():
     assert [cache.append(sources[2]).shape, cache.read(2).shape] == 2 * [(0, 5, 7)]
 
 
+@pytest.mark.parametrize(
+    "laid_out",
+    [
+        lambda tensor: tensor.transpose(0, 1).contiguous().transpose(0, 1),
+        lambda tensor: tensor.repeat(1, 2, 1)[:, 5:],
+        lambda tensor: tensor.repeat_interleave(2, dim=-1)[..., ::2],
+    ],
+)
+@pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 7)], ids=["tokens", "one token"])
+def test_sources_that_are_not_contiguous(shape, laid_out):
+    """Such as the tokens that a process has of a batch."""
+    queries, sources = torch.randn(4, 7), random_sources(4, torch.float32, shape)
+    others = [
+        laid_out(source) if shape[1] > 1 else source.repeat_interleave(2, dim=-1)[..., ::2] for source in sources
+    ]
+
+    def reads(*sources):
+        cache = BlockCache()
+        cache.start(queries, sources[0], 2, EPS)
+        kept = [cache.append(source) for source in sources[:2]]
+        return [cache.read(2), cache.read(3, (sources[2],)), *kept, in_two_phases(-1, queries[0], *sources)]
+
+    UpToRounding(reads, *sources).check(reads(*others))
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_bad_token_stays_alone(bad):
     sources = random_sources(3, torch.float32)
