@@ -102,6 +102,8 @@ class CBGenerateManager(Limited, utils.CBGenerateManager):
             return
         try:
             super().init_cb(model, gen_config)
+        except ValueError:  # of what the first request asks for
+            raise
         except Exception as error:
             raise GenerationError(str(error)) from error
         while self._cb.batch_processor is None and self.is_alive():  # made by the worker, with the cache
