@@ -9,6 +9,7 @@ Inside, a source is `[tokens, heads, width]`, where `heads * width` is the hidde
 head. Keys are `sqrt(hidden) * v / |v|`, with the epsilon in the L2 norm; the root is in the queries that are given.
 """
 
+import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -198,6 +199,13 @@ def by_site(mixes: torch.Tensor, state: torch.Tensor | None):
 
 def unpacked(ctx) -> list[torch.Tensor]:
     """The saved tensors of a phase 1, which activation checkpointing gives only once, as they were saved."""
+    compiled_autograd = sys.modules.get("torch._dynamo.compiled_autograd")
+    if compiled_autograd is not None and compiled_autograd.in_compiled_autograd_region:
+        # It knows of the tensors that a node saves itself, and phase 2 asks another one
+        raise RuntimeError(
+            "Compiled autograd cannot run the backward pass of an AttnRes model whose forward pass was not compiled."
+            " Compile the forward pass as well, or choose `attnres.set_backend('reference')`."
+        )
     if ctx.unpacked is None:
         ctx.unpacked = [(tensor, tensor is not None and tensor._version) for tensor in ctx.saved_tensors]
     for tensor, version in ctx.unpacked:

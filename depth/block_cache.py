@@ -55,7 +55,9 @@ class BlockCache:
     one_token: OneTokenCache | None
     kernels: Any
     site_queries: Sequence[torch.Tensor]
-    eps_norms: dict[float, torch.Tensor]
+    # By site of the chunk, of phase 1
+    mix: Sequence[torch.Tensor]
+    state: Sequence[torch.Tensor | None]
 
     def __init__(self):
         self.layout: tuple | None = None
@@ -105,11 +107,12 @@ class BlockCache:
         num_tokens, num_heads = like[..., 0].numel(), self.read_config.num_heads
         wide = torch.promote_types(like.dtype, torch.float32)
         self.queries = like.new_empty(num_sites, hidden_size, dtype=wide)
-        self.site_queries, self.eps_norms, self.one_token = self.queries.unbind(0), {}, None
-        self.eps_norm = self._eps_norm(self.eps)
+        self.site_queries, self.one_token, self.kernels = self.queries.unbind(0), None, kernels_for(like)
+        of_read = num_heads, self.read_config.weights, self.kernels
+        self.reader = Reader(like.new_empty(()).expand(self.shape), self.eps, *of_read)  # not `like`, which is to go
+        self.eps_norm = self.reader.eps_norm_of(self.eps)
         is_softmax_of_one = num_heads == 1 and self.read_config.weights == "softmax"
         is_plain = is_softmax_of_one and self.read_config.query == "learned" and self.read_config.open_block == "sum"
-        self.kernels = kernels_for(like)
         if self.kernels is not None:  # which convert as they load, and take a source in one piece
             self.values = like.new_empty(num_blocks, num_tokens, hidden_size)
             self.blocks = [block.view(self.shape) for block in self.values]
@@ -126,12 +129,6 @@ class BlockCache:
         self.l2_norms = like.new_empty(num_tokens, num_blocks, dtype=wide)
         self.mixes = like.new_empty(num_rows, most_sites, hidden_size // num_heads, dtype=wide)
         self.blocks = [self.values[:, i].view(self.shape) for i in range(num_blocks)] if num_heads == 1 else []
-
-    def _eps_norm(self, eps: float) -> torch.Tensor:
-        """See `key_l2_norm`."""
-        if eps not in self.eps_norms:
-            self.eps_norms[eps] = self.queries.new_full((), (self.shape[-1] * eps) ** 0.5)
-        return self.eps_norms[eps]
 
     def __len__(self) -> int:
         return self.num_closed
@@ -200,7 +197,7 @@ class BlockCache:
         parameters = rms_norm_parameters(norm, self.dtype)
         if parameters is not None:
             weight, eps = parameters
-            how.eps_norm = self._eps_norm(eps / factor**2)
+            how.eps_norm = self.reader.eps_norm_of(eps / factor**2)
             return rms_normed(total, weight, how)[0].view(self.shape)
         result = multiplied(total, how).view(self.shape)
         # Out of the buffer, which the next chunk overwrites
@@ -208,26 +205,25 @@ class BlockCache:
         return result if norm is None else norm_of(norm, result)
 
     def _read_by_kernels(self, site: int, open_sources, norm, factor: int, query) -> torch.Tensor:
-        of_read = self.eps, self.read_config.num_heads, self.read_config.weights
-        reader, closed = Reader(self.blocks[0], *of_read, self.kernels), self.blocks[: self.num_closed]
+        closed = self.blocks[: self.num_closed]
         if query is not None:
-            return reader.merge_by_kernels(query, [*closed, *open_sources], norm, factor)
+            return self.reader.merge_by_kernels(query, [*closed, *open_sources], norm, factor)
+        of_closed = self._of_closed(site)
+        local = [*closed[self.num_read :], *open_sources]
+        return self.reader.merge_by_kernels(self.site_queries[site], local, norm, factor, *of_closed)
+
+    def _of_closed(self, site: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """What phase 1 gives to a site, which begins a chunk if it is in none."""
         first, end = self.chunk
         if not first <= site < end or self.num_closed < self.num_read:
             first, end = self.chunk = site, end_of_chunk(site, self.block_size, len(self.queries))
-            self.mix, self.state, _, _ = self.kernels.read_closed(self.queries[first:end], closed, *of_read)
             self.num_read = self.num_closed
-        of_closed = self.mix[site - first], None if self.state is None else self.state[site - first]
-        local = [*closed[self.num_read :], *open_sources]
-        return reader.merge_by_kernels(self.site_queries[site], local, norm, factor, *of_closed)
+            self._read_closed(first, end)
+        return self.mix[site - first], self.state[site - first]
 
     def _read(self, site: int, how: Merge, open_sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mix by a learned query."""
-        first, end = self.chunk
-        if not first <= site < end or self.num_closed < self.num_read:
-            first, end = self.chunk = site, end_of_chunk(site, self.block_size, len(self.queries))
-            self._read_closed(first, end)
-        mix, state, query = self.mix[site - first], self.state[site - first], self.site_queries[site]
+        (mix, state), query = self._of_closed(site), self.site_queries[site]
         of_heads = -1, self.read_config.num_heads
         if self.num_closed == self.num_read and len(open_sources) == of_heads[1] == 1 and state is not None:
             # As of `merged`, with two operations less and few views: most reads within a block
@@ -256,10 +252,15 @@ class BlockCache:
 
     def _read_closed(self, first: int, end: int):
         """Phase 1, for all sites of a chunk."""
+        if self.kernels is not None:
+            how = self.eps, self.read_config.num_heads, self.read_config.weights
+            blocks, queries = self.blocks[: self.num_closed], self.queries[first:end]
+            self.mix, states, _, _ = self.kernels.read_closed(queries, blocks, *how)
+            self.state = [None] * (end - first) if states is None else states
+            return
         values, scores = self.values[:, : self.num_closed], self.scores[:, : self.num_closed, first:end]
         scores = scores.transpose(0, 1).contiguous().unsqueeze(0)
         weights, state = weights_of_closed(scores, self.read_config.weights)
-        self.num_read = self.num_closed
         self.state = [None] * (end - first) if state is None else state.squeeze(0).unsqueeze(-1).unbind(1)
         if self.num_closed == 1 and self.read_config.weights == "softmax":  # over one source: it is 1
             self.mix = values.squeeze(1).unsqueeze(0).expand(end - first, -1, -1)

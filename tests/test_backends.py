@@ -228,6 +228,15 @@ def test_norms_that_are_left_to_their_module():
     assert parameters(gemmas, torch.float32) is None
 
 
+def with_and_without_gradients(reads, *inputs):
+    """What `reads` gives without gradients and with them, and these."""
+    with torch.no_grad():
+        without_gradients = reads(*inputs)
+    inputs = [tensor.detach().requires_grad_() for tensor in inputs]
+    mixes = reads(*inputs)
+    return without_gradients, mixes, torch.autograd.grad(mixes, inputs, [mix.detach().cos() for mix in mixes])
+
+
 @pytest.mark.parametrize("backend", OTHERS, indirect=True)
 @pytest.mark.parametrize("sums", mostly_slow([False, True], every=2))
 @pytest.mark.parametrize("of_embedding", mostly_slow([torch.float32, torch.bfloat16], every=2), ids=str)
@@ -247,13 +256,7 @@ def test_reads_of_a_stream(backend, of_embedding, sums):
             mixes += [stream.read(chosen) for stream in streams for chosen in (norm, None)]
         return mixes
 
-    def run(*inputs):
-        with torch.no_grad():
-            without_gradients = reads(*inputs)
-        inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-        mixes = reads(*inputs)
-        return without_gradients, mixes, torch.autograd.grad(mixes, inputs, [mix.detach().cos() for mix in mixes])
-
+    run = functools.partial(with_and_without_gradients, reads)
     actual = run(queries, *outputs)
     attnres.set_backend("torch")
     UpToRounding(run, queries, *outputs).check(actual)
@@ -290,13 +293,7 @@ def test_all_kinds_of_reads(backend, read_config, block_size, counted):
             mixes.append(stream.read(norm))
         return mixes
 
-    def run(*inputs):
-        with torch.no_grad():
-            without_gradients = reads(*inputs)
-        inputs = [tensor.detach().requires_grad_() for tensor in inputs]
-        mixes = reads(*inputs)
-        return without_gradients, mixes, torch.autograd.grad(mixes, inputs, [mix.detach().cos() for mix in mixes])
-
+    run = functools.partial(with_and_without_gradients, reads)
     actual = run(*inputs)
     assert "merge" in counted and "merge_backward" in counted
     attnres.set_backend("torch")

@@ -297,6 +297,16 @@ def test_threads(case, inputs):
         check(grads, expected)
 
 
+def test_compiled_autograd_of_a_forward_pass_that_is_not_compiled(inputs):
+    """It lifts what a node saves out of the graph, and phase 2 asks for what another node has saved."""
+    from torch._dynamo import compiled_autograd
+
+    loss = loss_of(reads_of((ReadConfig(), 3), *inputs))
+    with compiled_autograd._enable(torch.compile(backend="eager")), pytest.raises(RuntimeError) as caught:
+        loss.backward()
+    assert "Compile the forward pass as well" in str(caught.value)
+
+
 def test_second_derivatives_are_refused(inputs):
     loss = loss_of(reads_of((ReadConfig(), 3), *inputs))
     grads = torch.autograd.grad(loss, inputs, create_graph=True)

@@ -72,7 +72,7 @@ MUTATIONS = [
     ("depth/block_cache.py", "total = torch.baddbmm(mix.unsqueeze(1), weights[:, None, :count], since).squeeze(1)", "total = torch.bmm(weights[:, None, :count], since).squeeze(1)", READS),
     ("depth/block_cache.py", "total.addcmul_(weights[:, i : i + 1], value.reshape(total.shape))", "total.addcmul_(weights[:, :1], value.reshape(total.shape))", (*OPERATOR, *READS)),
     ("depth/block_cache.py", "result = result.clone() if result.data_ptr() == total.data_ptr() and not open_sources else result", "pass", OPERATOR),
-    ("depth/block_cache.py", "            how.eps_norm = self._eps_norm(eps / factor**2)", "            how.eps_norm = self._eps_norm(eps)", (*OPERATOR, *MODEL)),
+    ("depth/block_cache.py", "            how.eps_norm = self.reader.eps_norm_of(eps / factor**2)", "            how.eps_norm = self.reader.eps_norm_of(eps)", (*OPERATOR, *MODEL)),
     ("depth/block_cache.py", "first = number * self.block_size", "first = max(0, number - 1) * self.block_size", OPERATOR),
     ("depth/block_cache.py", "self.l2_norms[:, number : number + 1] = l2_norm", "self.l2_norms[:, number : number + 1] = l2_norm.square()", READS),
     ("depth/one_token.py", "mix = torch.lerp(mix, wide_partial, alpha)", "mix = torch.lerp(mix, wide_partial, alpha * 1.0001)", OPERATOR),
