@@ -39,10 +39,10 @@ def start_divided(trunk: AttnResModel, blocks, partial=None, *args, group: dist.
     sizes = [len(part) for part in torch.arange(num_tokens).tensor_split(num_ranks)]
     kwargs["outputs"] = [mine(output, sizes, group) for output in kwargs.get("outputs", ())]
     partial = None if partial is None else mine(partial, sizes, group)
-    stream: Any = start([mine(block, sizes, group) for block in blocks], partial, *args, **kwargs)
-    stream.__class__ = _divided(stream.__class__)
-    stream.token_counts, stream.group = tuple(sizes), group
-    return stream
+    stream = start([mine(block, sizes, group) for block in blocks], partial, *args, **kwargs)
+    divided: Any = object.__new__(_divided(type(stream)))  # with what is not a field as well, such as its block cache
+    vars(divided).update(vars(stream), token_counts=tuple(sizes), group=group)
+    return divided
 
 
 def mine(tensor: torch.Tensor, token_counts: Sequence[int], group: dist.ProcessGroup | None) -> torch.Tensor:

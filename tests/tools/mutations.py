@@ -20,10 +20,12 @@ OPERATOR = ("tests/test_depth_attention.py", "tests/test_two_phases.py", "tests/
 READS = ("tests/test_reads.py",)
 GRADIENTS = ("tests/test_gradients.py",)
 PRETRAINING = ("tests/test_pretrain.py",)
-# Of several processes, looked at where the fast tests of a file have not failed
+# Which slow tests of a file are run where the fast ones have not failed, as `pytest -k` takes it
 SLOW = {
-    "tests/test_pretrain.py": "test_gradients_of_tensor_parallelism",
-    "tests/test_parallel.py": "test_training_over_two_processes",
+    "tests/test_pretrain.py": "tensor_parallelism or stages",
+    "tests/test_parallel.py": "two_processes or every_family or divided or other_heads",
+    "tests/test_multimodal.py": "test",
+    "tests/test_decoders.py": "test_decoder",
 }
 PIPELINES = ("tests/test_plan.py", "tests/test_parallel.py")
 STREAM = ("tests/test_depth_stream.py", "tests/test_lost_stream.py")
@@ -197,10 +199,8 @@ def killed_by(number: int, folder: Path) -> str:
     (package / name).write_text(text.replace(before, after))
     command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-o", "addopts="]
     environment = {**os.environ, "PYTHONPATH": str(folder), "OMP_NUM_THREADS": "1"}
-    slow = [f"{test}::{SLOW[test]}" for test in tests if test in SLOW]
-    for chosen in (["-m", "not slow", *tests], slow):
-        if not chosen:
-            continue
+    slow = [["-m", "slow", "-k", SLOW[test], test] for test in tests if test in SLOW]
+    for chosen in (["-m", "not slow", *tests], *slow):
         result = subprocess.run([*command, *chosen], cwd=package, env=environment, capture_output=True, text=True)
         failed = [line for line in result.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
         if result.returncode and failed:
