@@ -40,7 +40,8 @@ def start_divided(trunk: AttnResModel, blocks, partial=None, *args, group: dist.
     kwargs["outputs"] = [mine(output, sizes, group) for output in kwargs.get("outputs", ())]
     partial = None if partial is None else mine(partial, sizes, group)
     stream = start([mine(block, sizes, group) for block in blocks], partial, *args, **kwargs)
-    divided: Any = object.__new__(_divided(type(stream)))  # with what is not a field as well, such as its block cache
+    divided_class = _divided(type(stream))  # type: ignore[arg-type]
+    divided: Any = object.__new__(divided_class)  # with what is not a field as well, such as its block cache
     vars(divided).update(vars(stream), token_counts=tuple(sizes), group=group)
     return divided
 
