@@ -32,10 +32,11 @@ ROWS = {
     "prefill, bf16": ("prefill-32", "bfloat16"),
     "decode": ("decode-1-32", "float32"),
 }
-# Memory without content, and other shapes of the same memory
+# Memory without content, other shapes of the same memory, and what is no tensor
 WITHOUT_WORK = {"_unsafe_view", "empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "lift_fresh"}
-# What these write to is not read
-OVERWRITES = {"copy_", "zero_", "fill_"}
+WITHOUT_WORK |= {"promote_types"}
+# Their first tensor is not read: they write to it, or take its dtype and device
+OVERWRITES = {"copy_", "zero_", "fill_", "zeros_like", "ones_like", "full_like", "new_zeros", "new_ones", "new_full"}
 
 
 class Counter(TorchDispatchMode):

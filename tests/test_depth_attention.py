@@ -91,6 +91,7 @@ def test_gradients_are_those_of_finite_differences(local):
 def test_ends_of_chunks(block_size, ends):
     """With a block, or with the last of a few short ones; and never behind the last site."""
     assert [end_of_chunk(site, block_size, 41) for site in (0, 3, 9, 16)] == ends
+    assert end_of_chunk(40, block_size, 41) == 41
     # Of a few sources, which are soon read, there are fewer sites; and none behind the last one
     assert [end_of_chunk(0, 1, num_sites) for num_sites in (1, 2, 5, 9, 31, 32)] == [1, 2, 3, 4, 7, 8]
 

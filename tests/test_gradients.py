@@ -320,8 +320,8 @@ def test_norms_that_peft_has_wrapped(kind, torch_backend):
         expected.check(results(is_merged=True))
 
 
-def _fsdp1(rank, use_orig_params):
-    model = make_model()
+def _fsdp1(rank, use_orig_params, family="llama"):
+    model = make_model(family)
     expected = by_definition(model)
     sharded = FullyShardedDataParallel(
         model,
@@ -345,11 +345,12 @@ def full_state(sharded):
         return {name: tensor.detach().clone() for name, tensor in state.items()}
 
 
+@pytest.mark.parametrize("family", ["llama", "stablelm"])
 @pytest.mark.parametrize("use_orig_params", [True, False])
-def test_fsdp1_of_one_process(use_orig_params, torch_backend, tmp_path):
+def test_fsdp1_of_one_process(use_orig_params, family, torch_backend, tmp_path):
     dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meeting", rank=0, world_size=1)
     try:
-        _fsdp1(0, use_orig_params)
+        _fsdp1(0, use_orig_params, family)
     finally:
         dist.destroy_process_group()
 

@@ -15,12 +15,14 @@ from torch.utils.checkpoint import checkpoint
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from attnres.depth.autograd import ReadClosed
+from attnres.depth.block_cache import BlockCache
 from attnres.depth.definition import read_by_definition
 from attnres.depth.other_reads import start_stream
 from attnres.depth.reads import ReadConfig
+from attnres.depth.two_phases import end_of_chunk
 
 
-pytestmark = pytest.mark.one_in(2)
+pytestmark = pytest.mark.one_in(3)  # of four reads by two lengths, so that both lengths are among them
 SITES, EPS = 14, 1e-3
 READS = {
     "paper": ReadConfig(),
@@ -347,3 +349,56 @@ def test_other_dtypes(case, inputs, dtype):
     for actual, of_definition in zip([*found[0], *found[1]], [*exact[0], *exact[1]], strict=True):
         error = (actual.double() - of_definition.double()).abs().max() / of_definition.double().abs().max()
         assert error < tolerance
+
+
+def test_read_without_gradients_and_then_with_them(case, inputs):
+    """In the middle of chunks that began with gradients."""
+
+    def reads(streams):
+        for stream in streams:
+            with torch.no_grad():
+                stream.read()
+            yield stream.read()
+
+    actual, expected = list(reads(streams_of(case, *inputs))), definitions_of(case, *inputs)
+    check(actual, expected)
+    check(*(grads_of(loss_of(reads), inputs) for reads in (actual, expected)))
+
+
+@pytest.mark.parametrize("read_config", READS.values(), ids=ReadConfig.in_words)
+@pytest.mark.parametrize("block_size", [1, 2, 3])
+def test_block_cache_of_many_blocks(read_config, block_size):
+    """So many that a chunk has two blocks, and a site both closed and open sources since it began."""
+    generator, num_sites = torch.Generator().manual_seed(0), 18 * block_size
+    queries, *outputs = (
+        torch.randn(shape, dtype=torch.float64, generator=generator)
+        for shape in [(num_sites, 8), *[(2, 3, 8)] * num_sites]
+    )
+    assert end_of_chunk(block_size, block_size, num_sites) > 2 * block_size
+    with torch.no_grad():
+        stream = start_stream(read_config, (queries,), (outputs[0],), block_size=block_size, eps=EPS)
+        stream = stream.keep_in(BlockCache())
+        for site, output in enumerate(outputs[1:]):
+            how = read_config.num_heads, read_config.weights
+            check([stream.read()], read_by_definition(queries[site], stream.sources, EPS, *how)[:1])
+            stream = stream + output
+
+
+def test_a_block_changed_in_another_stream_stays(case, inputs):
+    """A stream with another newest source has the others, whatever is written over in the cache that it came from."""
+    read_config, block_size = case
+    queries, embedding, *outputs = (tensor.detach() for tensor in inputs)
+    cache = BlockCache()
+
+    def start(source):
+        return start_stream(read_config, (queries,), (source,), block_size=block_size, eps=EPS).keep_in(cache)
+
+    with torch.no_grad():
+        stream = start(embedding)
+        for output in outputs[:block_size]:
+            stream = stream + output
+        doubled = stream.on_newest(lambda source: 2 * source)
+        sources = [embedding, 2 * sum(outputs[:block_size])]
+        start(3 * embedding)
+        how = read_config.num_heads, read_config.weights
+        check([doubled.read()], read_by_definition(queries[block_size], sources, EPS, *how)[:1])

@@ -28,7 +28,7 @@ SLOW = {
     "tests/test_decoders.py": "test_decoder",
 }
 PIPELINES = ("tests/test_plan.py", "tests/test_parallel.py")
-STREAM = ("tests/test_depth_stream.py", "tests/test_lost_stream.py")
+STREAM = ("tests/test_depth_stream.py", "tests/test_two_phases.py", "tests/test_lost_stream.py")
 MODEL = ("tests/test_loading.py", "tests/test_families.py", "tests/test_training.py", "tests/test_generation.py")
 # File, what stands in it, what is put in its place, and the tests that are to notice
 MUTATIONS = [
@@ -71,11 +71,11 @@ MUTATIONS = [
     ("depth/two_phases.py", "how.eps_norm, of_norm = self.eps_norm_of(eps / factor**2), (weight,)", "how.eps_norm, of_norm = self.eps_norm_of(eps), (weight,)", OPERATOR),
     ("depth/block_cache.py", "return torch.lerp(partial, mix, weight.sigmoid_())", "return torch.lerp(partial, mix, weight.sigmoid_() * 1.0001)", OPERATOR),
     ("depth/block_cache.py", "total = torch.bmm(weights[:, None, :count], since).squeeze(1).addcmul_(of_closed, mix)", "total = torch.bmm(weights[:, None, :count], since).squeeze(1).add_(mix)", OPERATOR),
-    ("depth/block_cache.py", "total = torch.baddbmm(mix.unsqueeze(1), weights[:, None, :count], since).squeeze(1)", "total = torch.bmm(weights[:, None, :count], since).squeeze(1)", READS),
+    ("depth/block_cache.py", "total = torch.baddbmm(mix.unsqueeze(1), weights[:, None, :count], since).squeeze(1)", "total = torch.bmm(weights[:, None, :count], since).squeeze(1)", (*READS, *OPERATOR)),
     ("depth/block_cache.py", "total.addcmul_(weights[:, i : i + 1], value.reshape(total.shape))", "total.addcmul_(weights[:, :1], value.reshape(total.shape))", (*OPERATOR, *READS)),
     ("depth/block_cache.py", "result = result.clone() if result.data_ptr() == total.data_ptr() and not open_sources else result", "pass", OPERATOR),
     ("depth/block_cache.py", "            how.eps_norm = self.reader.eps_norm_of(eps / factor**2)", "            how.eps_norm = self.reader.eps_norm_of(eps)", (*OPERATOR, *MODEL)),
-    ("depth/block_cache.py", "first = number * self.block_size", "first = max(0, number - 1) * self.block_size", OPERATOR),
+    ("depth/block_cache.py", "first = number * self.block_size", "first = (number + 1) * self.block_size", OPERATOR),
     ("depth/block_cache.py", "self.l2_norms[:, number : number + 1] = l2_norm", "self.l2_norms[:, number : number + 1] = l2_norm.square()", READS),
     ("depth/one_token.py", "mix = torch.lerp(mix, wide_partial, alpha)", "mix = torch.lerp(mix, wide_partial, alpha * 1.0001)", OPERATOR),
     ("depth/one_token.py", "vector.shape[0] + eps / factor**2)", "vector.shape[0] + eps)", (*OPERATOR, *MODEL)),
