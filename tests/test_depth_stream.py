@@ -396,6 +396,15 @@ def test_nothing_is_done_in_place(function):
         function(outputs[4].detach(), stream)
 
 
+def test_a_stream_is_read_into_a_tensor():
+    """By a method whose name ends as those that are refused."""
+    queries, embedding, *outputs = queries_embedding_outputs()
+    stream = written(queries, embedding, outputs[:4], 3)[-1]
+    tensor = torch.zeros_like(embedding)
+    tensor[:] = stream
+    assert torch.equal(tensor, stream.read())
+
+
 READS = {
     "a part of an output": lambda stream, x: stream + x[:1],
     "an output that is scaled": lambda stream, x: torch.add(stream, x, alpha=2.0),

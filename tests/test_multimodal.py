@@ -425,6 +425,13 @@ def test_a_config_of_another_kind():
         attnres.AttnResMultimodalConfig()
 
 
+def test_a_decoder_from_inside_has_no_head():
+    """It is in a multimodal model or without a head."""
+    assert attnres.AttnResModel.class_of_base("qwen2_vl_text").__name__ == "Qwen2VLTextModel"
+    with pytest.raises(ValueError, match="'qwen2_vl_text'` is not supported: .* which are converted whole"):
+        attnres.AttnResForCausalLM.class_of_base("qwen2_vl_text")
+
+
 @pytest.mark.parametrize("model_type", REFUSED)
 def test_refused(model_type):
     fields, reason = REFUSED[model_type]

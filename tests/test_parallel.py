@@ -486,6 +486,13 @@ def _divided_families(rank, families):
             assert relative(model(BATCH, use_cache=False).logits, expected) < 1e-9, family
 
 
+def test_a_copy_divides_its_own_block_cache():
+    model = make_model()
+    divide_block_cache(model)
+    copied = copy.deepcopy(model)
+    assert copied.trunk.start_stream.__self__ is copied.trunk
+
+
 @pytest.mark.slow
 def test_divided_prefill_of_many_families():
     in_processes(_divided_families, 2, sorted({"opt", *SUPPORTED[::4]}))
@@ -613,8 +620,9 @@ def model_of(family):
     return model
 
 
-# They differ in what comes in front of the layers or behind them, and in what layers return
-DIFFERENT = ("bloom", "gptj", "megatron-bert", "opt")
+# They differ in what comes before the layers or after them, in what layers take and return, and in whether they scale
+# the stream
+DIFFERENT = ("beam", "bloom", "gptj", "megatron-bert", "opt", "zamba")
 
 
 @pytest.mark.parametrize(

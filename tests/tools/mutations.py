@@ -23,7 +23,7 @@ PRETRAINING = ("tests/test_pretrain.py",)
 # Which slow tests of a file are run where the fast ones have not failed, as `pytest -k` takes it
 SLOW = {
     "tests/test_pretrain.py": "tensor_parallelism or stages",
-    "tests/test_parallel.py": "two_processes or every_family or divided or other_heads",
+    "tests/test_parallel.py": "every_family or files_of_a_run or two_processes",
     "tests/test_multimodal.py": "test",
     "tests/test_decoders.py": "test_decoder",
 }
