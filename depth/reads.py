@@ -12,7 +12,7 @@ With the sources `v_1 ... v_n` of a site, their keys `k_i = v_i / rms(v_i)`, and
               with the newest source x, and W of a rank as B^T A
 
 and of an open block either the sum of its outputs is a source, or each output. At queries of zero the weights are all
-1 / n, 1 / (n + 1) or 1 / 2. So a read that is multiplied by f = n, n + 1 or 2 is the residual stream, as the paper's is.
+1 / n, 1 / (n + 1) or 1 / 2. So a read times f = n, n + 1 or 2 is the residual stream, as the paper's is.
 
 The mix is what a sublayer is given in place of the residual stream x = sum_i v_i, which it replaces. Where the stream
 is kept (arXiv 2605.18855), it is added to it,

@@ -210,7 +210,8 @@ def test_every_value_is_known_everywhere():
     for name, values in READS.items():
         (choices,) = (kind for kind in get_args(options[name.removeprefix("attn_res_")]) if kind is not type(None))
         assert get_args(choices) == values
-    places = {"replaced": 0, "kept": 1, "learned": 0, "input": 1, "hybrid": 2, "softmax": 0, "sigmoid": 1, "softmax1": 2, "sum": 0, "each": 1}
+    places = {"learned": 0, "input": 1, "hybrid": 2, "softmax": 0, "sigmoid": 1, "softmax1": 2, "sum": 0, "each": 1}
+    places |= {"replaced": 0, "kept": 1}
     assert {value: values.index(value) for values in READS.values() for value in values} == places
 
 

@@ -55,7 +55,9 @@ class LiteralDefinition(TorchDispatchMode):
         kept: whether the residual stream is added to what is read.
     """
 
-    def __init__(self, first_layer, tensors, block_size, eps, sums, num_heads=1, kind="softmax", each=False, kept=False):
+    def __init__(
+        self, first_layer, tensors, block_size, eps, sums, num_heads=1, kind="softmax", each=False, kept=False
+    ):
         super().__init__()
         self.first_layer, self.tensors = first_layer, tensors
         self.block_size, self.eps, self.sums = block_size, eps, sums
