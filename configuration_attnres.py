@@ -135,6 +135,9 @@ class AttnResConfig(PreTrainedConfig):
         zero and reads nothing.
     attn_res_open_block (`str`, *optional*, defaults to `"sum"`):
         What can be read of the open block: the `"sum"` of its outputs, or `"each"` of them.
+    attn_res_stream (`str`, *optional*, defaults to `"replaced"`):
+        What a sublayer is given: `"replaced"` is the mix of the sources alone, in place of the residual stream, as in
+        the paper; `"kept"` is the residual stream plus the mix (arXiv 2605.18855).
 
     ```python
     >>> from attnres import AttnResConfig, AttnResForCausalLM
@@ -161,6 +164,7 @@ class AttnResConfig(PreTrainedConfig):
     attn_res_query_rank: int | None = None
     attn_res_weights: str = "softmax"
     attn_res_open_block: str = "sum"
+    attn_res_stream: str = "replaced"
     tie_word_embeddings: bool | None = None
 
     def __post_init__(self, **kwargs):

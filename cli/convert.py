@@ -52,6 +52,12 @@ def convert(
         Literal["sum", "each"] | None,
         typer.Option(help="What is read of the open block: its sum, or each output.", rich_help_panel=READ),
     ] = None,
+    stream: Annotated[
+        Literal["replaced", "kept"] | None,
+        typer.Option(
+            help="Whether what is read replaces the residual stream, or is added to it.", rich_help_panel=READ
+        ),
+    ] = None,
     revision: Revision = None,
     gguf_file: Annotated[str | None, typer.Option(metavar="NAME", help="A GGUF file in SRC.")] = None,
     link: Link = False,
@@ -90,6 +96,7 @@ def convert(
             query_rank=query_rank,
             weights=weights,
             open_block=open_block,
+            stream=stream,
         )
     serve = f"To serve it: attnres serve {destination}"
     if (destination / "modeling_attnres.py").exists():

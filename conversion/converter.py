@@ -81,8 +81,8 @@ def convert(
         verify: run both and compare; without, only names, shapes and files are checked.
         verify_text: file with the text to compare on, in place of the built-in one.
         device: where to run them, what `from_pretrained` takes as `device_map`.
-        num_heads, query, query_rank, weights, open_block: fields of `AttnResConfig` of these names, which begin there
-            with `attn_res_`: the read over depth, the paper's own if none is given, or as the checkpoint has it.
+        num_heads, query, query_rank, weights, open_block, stream: those of `AttnResConfig` that begin with `attn_res_`
+            and these names: the read over depth, the paper's own if none is given, or as the checkpoint has it.
 
     Raises:
         ValueError: for what cannot be converted, and if the result is not equal; nothing is left at `destination`.

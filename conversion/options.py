@@ -26,6 +26,7 @@ class ReadOptions(TypedDict, total=False):
     query_rank: int | None
     weights: str | None
     open_block: str | None
+    stream: str | None
 
 
 class ConvertOptions(WritingOptions, ReadOptions, total=False):
@@ -73,6 +74,7 @@ class ReadChoice(_OfOptions):
     query_rank: int | None = None
     weights: str | None = None
     open_block: str | None = None
+    stream: str | None = None
 
     def as_fields(self) -> dict[str, Any]:
         """Those of `AttnResConfig` that are chosen."""

@@ -310,7 +310,8 @@ class Merge:
     weights: str
     shape: torch.Size  # of what is read
     dtype: torch.dtype
-    factor: int = 1
+    factor: float = 1
+    keeps_stream: bool = False  # whether the sum of all sources is added to the mix
     # What a mix is computed again from: the node of phase 1, and the place of the site there
     closed: tuple[Any, int] | None = None
     # Of the key RMSNorm, if the last local source is to be scored here: one that no later site reads
@@ -320,15 +321,16 @@ class Merge:
     eps_norm: torch.Tensor | None = None
 
 
-def merged(how: Merge, mix, state, scores: Sequence[torch.Tensor], values: Sequence[torch.Tensor]):
+def merged(how: Merge, mix, state, scores: Sequence[torch.Tensor], values: Sequence[torch.Tensor], closed_sum=None):
     """The mix of all sources, `[tokens, heads, width]`.
 
     Args:
         mix, state: of the closed sources, as phase 1 gives them; a mix of `None`: there are only local ones.
         scores: of the local sources, each `[tokens, heads]`.
         values: these, `[tokens, heads, width]`.
+        closed_sum: that of the closed sources, if the stream is kept.
     """
-    return mixed(how, mix, weights_of_all(how, mix is not None, state, scores), values)
+    return mixed(how, mix, weights_of_all(how, mix is not None, state, scores), values, closed_sum)
 
 
 def weights_of_all(how: Merge, has_mix: bool, state, scores: Sequence[torch.Tensor]) -> torch.Tensor | None:
@@ -347,22 +349,34 @@ def weights_of_all(how: Merge, has_mix: bool, state, scores: Sequence[torch.Tens
     return weights[..., len(null) :]
 
 
-def mixed(how: Merge, mix, weights, values: Sequence[torch.Tensor]) -> torch.Tensor:
+def mixed(how: Merge, mix, weights, values: Sequence[torch.Tensor], closed_sum=None) -> torch.Tensor:
     """As of `merged`, by the weights."""
     if not values:
-        return mix
+        return mix if closed_sum is None else mix + closed_sum
     if mix is not None and len(values) == 1 and how.weights != "sigmoid":
-        return torch.lerp(mix, values[0], weights)
-    of_source = list(weights.unsqueeze(-2).unbind(-1))
-    if mix is not None and how.weights == "sigmoid":
-        first, *others = values
+        total = torch.lerp(mix, values[0], weights)
+        return total.add_(values[0]).add_(closed_sum) if how.keeps_stream else total
+    of_closed, of_source = weights_by_source(how, mix is not None, weights)
+    if mix is None:
+        first, *values = values
+        total = of_source.pop(0) * first
+    elif of_closed is None:
+        first, *values = values
         total = torch.addcmul(mix, of_source.pop(0), first)
     else:
-        first, *others = values if mix is None else [mix, *values]
-        total = of_source.pop(0) * first
-    for weight, value in zip(of_source, others, strict=True):
+        total = of_closed * mix
+    for weight, value in zip(of_source, values, strict=True):
         total.addcmul_(weight, value)
-    return total
+    return total if closed_sum is None else total.add_(closed_sum)
+
+
+def weights_by_source(how: Merge, has_mix: bool, weights: torch.Tensor):
+    """By what the mix of the closed sources is multiplied, and each local source: `[tokens, heads, 1]`."""
+    has_closed = has_mix and how.weights != "sigmoid"
+    of_closed = weights[..., :1] if has_closed else None
+    of_local = weights[..., 1:] if has_closed else weights
+    of_local = of_local + 1 if how.keeps_stream else of_local
+    return of_closed, list(of_local.unsqueeze(-2).unbind(-1))
 
 
 def merge_backward(how: Merge, grad, mix, weights, values, needs_mix: bool, needs_values: Sequence[bool]):
@@ -373,6 +387,7 @@ def merge_backward(how: Merge, grad, mix, weights, values, needs_mix: bool, need
         grad_score = torch.ops.aten.sigmoid_backward(dot(values[0] - mix, grad), weights)
         grad_value = weights * grad
         grad_mix = grad - grad_value if needs_mix else None
+        grad_value = grad_value.add_(grad) if how.keeps_stream else grad_value
         grad_score = grad_score.squeeze(-1)
         return grad_mix, -grad_score, [grad_score], [grad_value]
     has_closed = mix is not None and how.weights != "sigmoid"
@@ -382,10 +397,10 @@ def merge_backward(how: Merge, grad, mix, weights, values, needs_mix: bool, need
     else:
         weighted = of_weights * weights
         of_scores = torch.addcmul(weighted, weights, weighted.sum(-1, keepdim=True), value=-1)
-    columns, of_source = list(of_scores.unbind(-1)), list(weights.unsqueeze(-2).unbind(-1))
+    columns, (closed, of_source) = list(of_scores.unbind(-1)), weights_by_source(how, mix is not None, weights)
     grad_mix, grad_state = (grad if needs_mix else None), None
     if has_closed:
-        grad_state, closed = columns.pop(0), of_source.pop(0)
+        grad_state = columns.pop(0)
         grad_mix = closed * grad if needs_mix else None
     return grad_mix, grad_state, columns, [w * grad if need else None for w, need in zip(of_source, needs_values)]
 
@@ -398,11 +413,12 @@ class MergeOpen(torch.autograd.Function):
 
     Args:
         query: of the site, `[hidden]`, if the last source is scored here.
+        closed_sum: of the closed sources, `[tokens, heads, width]`, if the stream is kept.
         tensors: scores of the other local sources, all local sources, and the tensors of the norm.
     """
 
     @staticmethod
-    def forward(ctx, how: Merge, mix, state, query, *tensors):
+    def forward(ctx, how: Merge, mix, state, query, closed_sum, *tensors):
         num_local, num_scores = how.num_local, how.num_local - (query is not None)
         scores, sources = list(tensors[:num_scores]), tensors[num_scores : num_scores + num_local]
         of_norm = tensors[num_scores + num_local :]
@@ -413,7 +429,7 @@ class MergeOpen(torch.autograd.Function):
             score, l2_norm = score_of(query, values[-1], how.key_eps_norm)
             scores.append(score)
         weights = weights_of_all(how, mix is not None, state, scores)
-        total = mixed(how, mix, weights, values)
+        total = mixed(how, mix, weights, values, closed_sum)
         ctx.how, ctx.num_heads, ctx.has_mix = how, num_heads, mix is not None
         if how.eps_norm is not None:
             result, rms = rms_normed(total.flatten(1), of_norm[0], how)
@@ -426,20 +442,20 @@ class MergeOpen(torch.autograd.Function):
                 ctx.norm, ctx.tensor_names = norm_with(how.norm, {}), list(norm_tensors(how.norm))
                 result = norm_of(how.norm, result.view(how.shape))
         kept_mix = mix if how.closed is None else None
-        ctx.save_for_backward(kept_mix, weights, rms, query, score, l2_norm, *sources, *of_norm)
+        ctx.save_for_backward(kept_mix, weights, rms, query, score, l2_norm, closed_sum, *sources, *of_norm)
         return result.view(how.shape)
 
     @staticmethod
     @once_differentiable
     def backward(ctx, grad):
         how, num_local, needed = ctx.how, ctx.how.num_local, ctx.needs_input_grad
-        mix, weights, rms, query, score, l2_norm, *tensors = ctx.saved_tensors
+        mix, weights, rms, query, score, l2_norm, closed_sum, *tensors = ctx.saved_tensors
         sources, of_norm = tensors[:num_local], tensors[num_local:]
         if how.closed is not None:
             node, place = how.closed
             mix = ReadClosed.mix_again(node, place)
         values = [by_head(source, ctx.num_heads) for source in sources]
-        total = mixed(how, mix, weights, values).reshape(-1, how.shape[-1])
+        total = mixed(how, mix, weights, values, closed_sum).reshape(-1, how.shape[-1])
         if rms is not None:
             grad, *grads_of_norm = rms_norm_backward(grad, total, of_norm[0], rms, needed[-1])
         elif how.norm is not None:
@@ -460,7 +476,8 @@ class MergeOpen(torch.autograd.Function):
             None if of_value is None else of_value.reshape(source.shape).to(source.dtype)
             for of_value, source in zip(of_values, sources)
         ]
-        return None, grad_mix, grad_state, grad_query, *of_scores, *grads_of_sources, *grads_of_norm
+        grad_sum = grad if needed[4] else None
+        return None, grad_mix, grad_state, grad_query, grad_sum, *of_scores, *grads_of_sources, *grads_of_norm
 
 
 def score_of(query: torch.Tensor, values: torch.Tensor, eps_norm: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

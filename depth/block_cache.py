@@ -51,6 +51,7 @@ class BlockCache:
     scores: torch.Tensor  # `[rows, blocks, sites]`
     mixes: torch.Tensor  # `[rows, sites of a chunk, width]`
     l2_norms: torch.Tensor  # `[rows, blocks]`
+    closed_sum: torch.Tensor | None  # of the first `num_summed` blocks, `[rows, width]`, if the stream is kept
     queries: torch.Tensor  # `[sites, hidden]`, times `sqrt(hidden)`
     one_token: OneTokenCache | None
     kernels: Any
@@ -62,7 +63,7 @@ class BlockCache:
     def __init__(self):
         self.layout: tuple | None = None
         self.num_passes = 0
-        self.num_closed = 0
+        self.num_closed = self.num_summed = 0
         # The sites of the chunk that is read, and the number of blocks that were closed when it began
         self.chunk, self.num_read = (0, 0), 0
 
@@ -98,7 +99,7 @@ class BlockCache:
             self._allocate(like, len(queries))
         torch.mul(queries, 1.0 if self.kernels is not None else self.shape[-1] ** 0.5, out=self.queries)
         self.num_passes += 1
-        self.num_closed, self.chunk = 0, (0, 0)
+        self.num_closed, self.num_summed, self.chunk = 0, 0, (0, 0)
         if self.one_token is not None:
             self.one_token.start()
 
@@ -108,21 +109,22 @@ class BlockCache:
         wide = torch.promote_types(like.dtype, torch.float32)
         self.queries = like.new_empty(num_sites, hidden_size, dtype=wide)
         self.site_queries, self.one_token, self.kernels = self.queries.unbind(0), None, kernels_for(like)
-        of_read = num_heads, self.read_config.weights, self.kernels
-        self.reader = Reader(like.new_empty(()).expand(self.shape), self.eps, *of_read)  # not `like`, which is to go
-        self.eps_norm = self.reader.eps_norm_of(self.eps)
-        is_softmax_of_one = num_heads == 1 and self.read_config.weights == "softmax"
-        is_plain = is_softmax_of_one and self.read_config.query == "learned" and self.read_config.open_block == "sum"
+        meta = like.new_empty(()).expand(self.shape)  # not `like`, which is to go
+        self.reader = Reader(meta, self.eps, self.read_config, self.kernels)
+        self.eps_norm, self.closed_sum = self.reader.eps_norm_of(self.eps), None
+        num_rows = num_tokens * num_heads
+        if self.read_config.keeps_stream:
+            self.closed_sum = like.new_empty(num_rows, hidden_size // num_heads, dtype=wide)
         if self.kernels is not None:  # which convert as they load, and take a source in one piece
             self.values = like.new_empty(num_blocks, num_tokens, hidden_size)
             self.blocks = [block.view(self.shape) for block in self.values]
             return
-        if is_plain and num_tokens == 1 and like.device.type == "cpu" and not is_tracing(like):
+        if self.read_config == PAPERS_READ and num_tokens == 1 and like.device.type == "cpu" and not is_tracing(like):
             self.values = like.new_empty(num_blocks, hidden_size, dtype=wide)
             self.one_token = OneTokenCache(self.values, self.queries, like, self.block_size, self.eps)
             self.blocks = [block.view(self.shape) for block in self.values]
             return
-        num_rows, most_sites = num_tokens * num_heads, end_of_chunk(0, self.block_size, num_sites)
+        most_sites = end_of_chunk(0, self.block_size, num_sites)
         # As wide as the sums over them, or every read would convert all of them once more
         self.values = like.new_empty(num_rows, num_blocks, hidden_size // num_heads, dtype=wide)
         self.scores = like.new_empty(num_rows, num_blocks, num_sites, dtype=wide)
@@ -168,7 +170,7 @@ class BlockCache:
         site: int,
         open_sources: Sequence[torch.Tensor] = (),
         norm: nn.Module | None = None,
-        factor: int = 1,
+        factor: float = 1,
         query: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """The mix at a site behind the blocks that the cache holds, `[batch, seq, hidden]`.
@@ -188,7 +190,8 @@ class BlockCache:
             return mix if norm is None else norm_of(norm, mix)
         if self.kernels is not None:
             return self._read_by_kernels(site, open_sources, norm, factor, query)
-        how = Merge(len(open_sources), self.read_config.weights, self.shape, self.dtype, factor)
+        of_read = self.read_config.weights, self.shape, self.dtype, factor, self.read_config.keeps_stream
+        how = Merge(len(open_sources), *of_read)
         if query is not None:
             total = self._read_by(query, how, open_sources)
         else:
@@ -204,11 +207,11 @@ class BlockCache:
         result = result.clone() if result.data_ptr() == total.data_ptr() and not open_sources else result
         return result if norm is None else norm_of(norm, result)
 
-    def _read_by_kernels(self, site: int, open_sources, norm, factor: int, query) -> torch.Tensor:
+    def _read_by_kernels(self, site: int, open_sources, norm, factor: float, query) -> torch.Tensor:
         closed = self.blocks[: self.num_closed]
         if query is not None:
             return self.reader.merge_by_kernels(query, [*closed, *open_sources], norm, factor)
-        of_closed = self._of_closed(site)
+        of_closed = *self._of_closed(site), None, self.closed_sum
         local = [*closed[self.num_read :], *open_sources]
         return self.reader.merge_by_kernels(self.site_queries[site], local, norm, factor, *of_closed)
 
@@ -219,7 +222,17 @@ class BlockCache:
             first, end = self.chunk = site, end_of_chunk(site, self.block_size, len(self.queries))
             self.num_read = self.num_closed
             self._read_closed(first, end)
+            self._sum_closed()
         return self.mix[site - first], self.state[site - first]
+
+    def _sum_closed(self):
+        if self.closed_sum is None:
+            return
+        blocks = self.blocks if self.kernels is not None else self.values.unbind(1)
+        for number in range(self.num_summed, self.num_closed):
+            block = blocks[number].view(self.closed_sum.shape)
+            self.closed_sum.add_(block) if number else self.closed_sum.copy_(block)
+        self.num_summed = self.num_closed
 
     def _read(self, site: int, how: Merge, open_sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mix by a learned query."""
@@ -230,25 +243,30 @@ class BlockCache:
             partial = open_sources[0].to(mix.dtype).reshape(mix.shape)
             l2_norm = key_l2_norm(partial, self.eps_norm)
             weight = torch.addcdiv(state, torch.mv(partial, query).unsqueeze(-1), l2_norm, value=-1)
-            return torch.lerp(partial, mix, weight.sigmoid_())
+            total = torch.lerp(partial, mix, weight.sigmoid_())
+            return total if self.closed_sum is None else total.add_(partial).add_(self.closed_sum)
         values = [by_head(source, of_heads[1]) for source in open_sources]
         scores = [score_of(query, value, self.eps_norm)[0] for value in values]
         if self.num_closed == self.num_read:
             state = None if state is None else state.view(of_heads)
-            return merged(how, mix.unflatten(0, of_heads), state, scores, values)
+            return merged(how, mix.unflatten(0, of_heads), state, scores, values, self._closed_sum_by_head())
         # Blocks that have closed since the chunk began are in one piece
         since, count = self.values[:, self.num_read : self.num_closed], self.num_closed - self.num_read
         scores = [self.scores[:, self.num_read : self.num_closed, site], *(score.reshape(-1, 1) for score in scores)]
         if state is None:
             weights = torch.cat(scores, dim=-1).sigmoid()
+            weights = weights if self.closed_sum is None else weights.add_(1)
             total = torch.baddbmm(mix.unsqueeze(1), weights[:, None, :count], since).squeeze(1)
         else:
             weights = torch.cat([state, *scores], dim=-1).softmax(-1)
-            of_closed, weights = weights[:, :1], weights[:, 1:]
+            of_closed, weights = weights[:, :1], weights[:, 1:] if self.closed_sum is None else weights[:, 1:] + 1
             total = torch.bmm(weights[:, None, :count], since).squeeze(1).addcmul_(of_closed, mix)
         for i, value in enumerate(values, start=count):
             total.addcmul_(weights[:, i : i + 1], value.reshape(total.shape))
-        return total
+        return total if self.closed_sum is None else total.add_(self.closed_sum)
+
+    def _closed_sum_by_head(self) -> torch.Tensor | None:
+        return None if self.closed_sum is None else self.closed_sum.unflatten(0, (-1, self.read_config.num_heads))
 
     def _read_closed(self, first: int, end: int):
         """Phase 1, for all sites of a chunk."""
@@ -279,4 +297,5 @@ class BlockCache:
         mix, state = read_closed(closed.unsqueeze(0), scores, self.read_config.weights)
         state = None if state is None else state.view(-1, num_heads)
         scores = [dot(queries, value).squeeze(-1) / key_l2_norm(value.flatten(1), self.eps_norm) for value in values]
-        return merged(how, mix.view(queries.shape), state, scores, values)
+        self._sum_closed()
+        return merged(how, mix.view(queries.shape), state, scores, values, self._closed_sum_by_head())

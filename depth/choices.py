@@ -7,4 +7,5 @@ READS = {
     "attn_res_query": ("learned", "input", "hybrid"),
     "attn_res_weights": ("softmax", "sigmoid", "softmax1"),
     "attn_res_open_block": ("sum", "each"),
+    "attn_res_stream": ("replaced", "kept"),
 }

@@ -35,7 +35,12 @@ def depth_attention_reference(
 
 
 def read_by_definition(
-    query: torch.Tensor, sources: Sequence[torch.Tensor], eps: float, num_heads: int = 1, weights: str = "softmax"
+    query: torch.Tensor,
+    sources: Sequence[torch.Tensor],
+    eps: float,
+    num_heads: int = 1,
+    weights: str = "softmax",
+    keeps_stream: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The definition of these reads, in plain operations.
 
@@ -45,13 +50,14 @@ def read_by_definition(
         eps: epsilon of the key RMSNorm.
         num_heads: by which the hidden dimension is divided.
         weights: `softmax`, `softmax1` or `sigmoid`.
+        keeps_stream: whether the sum of the sources is added to the mix.
 
     Returns:
         The mix, `[batch, seq, hidden]`, and the weights, `[batch, seq, heads, sources]`.
     """
     scores = [scores_by_definition(query, source, eps, num_heads) for source in sources]
     of_source = weights_by_definition(torch.stack(scores, dim=-1), weights)
-    return mix_by_definition(of_source, sources), of_source
+    return mix_by_definition(of_source + 1 if keeps_stream else of_source, sources), of_source
 
 
 def mix_by_definition(weights: torch.Tensor, sources: Sequence[torch.Tensor]) -> torch.Tensor:

@@ -60,7 +60,7 @@ class OneTokenCache:
         norm = l2_norm(vector, self.eps_norm)
         self.scores.append([product / norm for product in torch.mv(queries, vector).tolist()])
 
-    def read(self, site: int, partial: torch.Tensor | None, norm: nn.Module | None, factor: int) -> torch.Tensor:
+    def read(self, site: int, partial: torch.Tensor | None, norm: nn.Module | None, factor: float) -> torch.Tensor:
         block, offset = divmod(site, self.block_size)
         if self.open_block != block:
             self._read_closed(block)
@@ -76,7 +76,7 @@ class OneTokenCache:
         # out of the buffer, which the next block overwrites
         return self.normed(mix, norm, factor, copy=partial is None)
 
-    def normed(self, mix: torch.Tensor, norm: nn.Module | None, factor: int, copy: bool) -> torch.Tensor:
+    def normed(self, mix: torch.Tensor, norm: nn.Module | None, factor: float, copy: bool) -> torch.Tensor:
         parameters = rms_norm_parameters(norm, self.dtype)
         if parameters is None:
             mix = (mix * factor).to(self.dtype) if factor != 1 else mix.to(self.dtype, copy=copy)

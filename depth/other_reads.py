@@ -110,8 +110,8 @@ class InputDependentStream(VariantStream):
 
     def _read_in_two_phases(self, norm: nn.Module | None) -> torch.Tensor:
         """All sources at once: a query that sees the input is not known before the sublayers in front have run."""
-        how, kernels = (self.read_config.num_heads, self.read_config.weights), kernels_for(self.newest)
-        reader = Reader(self.newest, self.eps, *how, kernels)
+        kernels = kernels_for(self.newest)
+        reader = Reader(self.newest, self.eps, self.read_config, kernels)
         if kernels is not None:
             return reader.merge_by_kernels(self._query(), self.sources, norm, self._factor())
         return reader.merge(self._token_scores(), self.sources, norm, self._factor())

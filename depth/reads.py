@@ -12,7 +12,14 @@ With the sources `v_1 ... v_n` of a site, their keys `k_i = v_i / rms(v_i)`, and
               with the newest source x, and W of a rank as B^T A
 
 and of an open block either the sum of its outputs is a source, or each output. At queries of zero the weights are all
-1 / n, 1 / (n + 1) or 1 / 2. So a read that is multiplied by n, n + 1 or 2 is the residual stream, as the paper's is.
+1 / n, 1 / (n + 1) or 1 / 2. So a read times f = n, n + 1 or 2 is the residual stream, as the paper's is.
+
+The mix is what a sublayer is given in place of the residual stream x = sum_i v_i, which it replaces. Where the stream
+is kept (arXiv 2605.18855), it is added to it,
+
+    h = x + sum_i alpha_i v_i = sum_i (1 + alpha_i) v_i
+
+and a read multiplied by f / (f + 1) is the residual stream at queries of zero.
 
 Here is what a read may be like. Its definition is in `definition.py`, and the streams that are read so are in
 `other_reads.py`.
@@ -36,6 +43,7 @@ class ReadConfig:
     query_rank: int | None = None
     weights: str = "softmax"
     open_block: str = "sum"
+    stream: str = "replaced"
 
     @classmethod
     def of(cls, config: PreTrainedConfig) -> "ReadConfig":
@@ -45,11 +53,17 @@ class ReadConfig:
             config.attn_res_query_rank,
             config.attn_res_weights,
             config.attn_res_open_block,
+            config.attn_res_stream,
         )
 
-    def factor(self, num_sources: int) -> int:
-        """The inverse of every weight at queries of zero."""
-        return {"softmax": num_sources, "softmax1": num_sources + 1, "sigmoid": 2}[self.weights]
+    @property
+    def keeps_stream(self) -> bool:
+        return self.stream == "kept"
+
+    def factor(self, num_sources: int) -> float:
+        """By which a read is multiplied to be the residual stream at queries of zero."""
+        inverse_weight = {"softmax": num_sources, "softmax1": num_sources + 1, "sigmoid": 2}[self.weights]
+        return inverse_weight / (inverse_weight + 1) if self.keeps_stream else inverse_weight
 
     def __str__(self):
         return f"a read with {self.in_words()}" if self != ReadConfig() else "the paper's read"
@@ -65,18 +79,18 @@ class ReadConfig:
         return ", ".join(words)
 
     def numbers(self) -> list[int]:
-        """The fields as an adapter's file keeps them."""
-        places = [READS[f"attn_res_{name}"].index(getattr(self, name)) for name in ("query", "weights", "open_block")]
-        return [self.num_heads, self.query_rank or 0, *places]
+        """The fields as an adapter's file keeps them: five numbers, or six if the stream is kept."""
+        places = [choices.index(getattr(self, name.removeprefix("attn_res_"))) for name, choices in READS.items()]
+        return [self.num_heads, self.query_rank or 0, *(places if self.keeps_stream else places[:-1])]
 
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> "ReadConfig | None":
         """The read that has these numbers; `None` if this version of the code knows none."""
-        num_heads, rank, *places = numbers if len(numbers) == 5 else (0,) * 5
+        num_heads, rank, *places = [*numbers, 0] if len(numbers) == 5 else numbers if len(numbers) == 6 else (0,) * 6
         if num_heads < 1 or not all(0 <= place < len(choices) for choices, place in zip(READS.values(), places)):
             return None
-        query, weights, open_block = (choices[place] for choices, place in zip(READS.values(), places))
-        return cls(num_heads, query, rank or None, weights, open_block)
+        query, *others = (choices[place] for choices, place in zip(READS.values(), places))
+        return cls(num_heads, query, rank or None, *others)
 
     def check_parts(
         self,

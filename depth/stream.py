@@ -179,9 +179,10 @@ class DepthStream(TensorLike):
 
     def _is_one_source(self) -> bool:
         """Whether there is nothing to mix: the softmax over one source is 1."""
-        return len(self.blocks) == 1 and self.partial is None and self.read_config.weights == "softmax"
+        is_alone = len(self.blocks) == 1 and self.partial is None
+        return is_alone and self.read_config.weights == "softmax" and not self.read_config.keeps_stream
 
-    def _factor(self) -> int:
+    def _factor(self) -> float:
         if not self.scale_by_sources:
             return 1
         return self.read_config.factor(len(self.blocks) + len(self.open_sources))
@@ -315,8 +316,8 @@ def start_chunk(stream: DepthStream, before: Chunk | None) -> Chunk:
     end = end_of_chunk(stream.site, stream.block_size, len(stream.queries))
     if stream.read_until is not None and stream.site < stream.read_until:
         end = min(end, stream.read_until)
-    queries, how = stream.queries[stream.site : end], (stream.read_config.num_heads, stream.read_config.weights)
-    return Chunk((stream.site, end), queries, stream.blocks, stream.eps, *how, before, kernels_for(stream.newest))
+    queries, kernels = stream.queries[stream.site : end], kernels_for(stream.newest)
+    return Chunk((stream.site, end), queries, stream.blocks, stream.eps, stream.read_config, before, kernels)
 
 
 def read_by_definition(stream: DepthStream, norm: nn.Module | None) -> torch.Tensor:
@@ -329,6 +330,10 @@ def read_by_definition(stream: DepthStream, norm: nn.Module | None) -> torch.Ten
     weights = weights_by_definition(scores, stream.read_config.weights)
     if recorder is not None:
         recorder.weights[stream.site] = recorder.by_token(weights, weights.ndim - stream.newest.ndim + 1)
+    if stream.read_config.keeps_stream:
+        weights = weights + 1
+        if masked is not None:
+            weights[..., masked] = 0  # of the stream, too
     mix = mix_by_definition(weights * factor if stream.scale_by_sources else weights, sources)
     return mix if norm is None else norm_of(norm, mix)
 

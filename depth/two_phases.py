@@ -11,7 +11,8 @@ and phase 2, at each site, merges what has been written since (arXiv 2603.15031,
     (a_0, a_1, ...) = softmax(lse_c, q_c . v_1 / rms(v_1), ...)          h = a_0 m_c + a_1 v_1 + ...
 
 With heads each has its slice of the hidden dimension, and the RMS is that of all. `softmax1` has one score of zero
-more in `lse`; a sigmoid has no `lse`, and `a_0` is 1.
+more in `lse`; a sigmoid has no `lse`, and `a_0` is 1. Where the stream is kept, phase 2 adds the sum of the closed
+sources, which is the same at all sites of the chunk, and the weights of the others are greater by one.
 """
 
 import math
@@ -42,6 +43,7 @@ from .autograd import (
 )
 from .kernel_phases import MergeByKernels, ReadClosedByKernels
 from .norms import norm_of, norm_tensors, rms_norm_parameters
+from .reads import PAPERS_READ, ReadConfig
 
 
 # Longer chunks of Full AttnRes take no less time, between 8 and 16 sites, and more memory
@@ -79,19 +81,14 @@ class Reader:
     Args:
         like: has the shape, dtype and device of every source, `[batch, seq, hidden]`.
         eps: epsilon of the key RMSNorm.
-        num_heads, weights: as of `ReadConfig`.
+        read_config: how they are read.
         kernels: a module of kernels to run in place of torch's operations.
     """
 
-    def __init__(
-        self,
-        like: torch.Tensor,
-        eps: float,
-        num_heads: int = 1,
-        weights: str = "softmax",
-        kernels: Any = None,
-    ):
-        self.like, self.eps, self.num_heads, self.weights, self.kernels = like, eps, num_heads, weights, kernels
+    def __init__(self, like: torch.Tensor, eps: float, read_config: ReadConfig = PAPERS_READ, kernels: Any = None):
+        self.like, self.eps, self.kernels = like, eps, kernels
+        self.num_heads, self.weights = read_config.num_heads, read_config.weights
+        self.keeps_stream = read_config.keeps_stream
         self.eps_norms: dict[float, torch.Tensor] = {}
 
     def eps_norm_of(self, eps: float) -> torch.Tensor:
@@ -106,10 +103,11 @@ class Reader:
         scores: Sequence[torch.Tensor],
         sources: Sequence[torch.Tensor],
         norm: nn.Module | None,
-        factor: int,
+        factor: float,
         mix: torch.Tensor | None = None,
         state: torch.Tensor | None = None,
         closed: tuple[Any, int] | None = None,
+        closed_sum: torch.Tensor | None = None,
         query: torch.Tensor | None = None,
         key_eps_norm: torch.Tensor | None = None,
     ) -> torch.Tensor:
@@ -119,46 +117,56 @@ class Reader:
             scores: of the sources that are not closed, each `[tokens, heads]`; with a query of the last one there is
                 none.
             sources: these, each `[batch, seq, hidden]`.
-            mix, state: of the sources that are closed, if there are some; `closed`: what they are computed from again.
+            mix, state: of the sources that are closed, if there are some; `closed`: what they are computed from again;
+                `closed_sum`: of these sources, if the stream is kept.
         """
         shape, dtype = self.like.shape, self.like.dtype
-        how = Merge(len(sources), self.weights, shape, dtype, factor, closed, key_eps_norm)
+        how = Merge(len(sources), self.weights, shape, dtype, factor, self.keeps_stream, closed, key_eps_norm)
         parameters = rms_norm_parameters(norm, dtype)
         if in_plain_operations():
             values = [by_head(source, self.num_heads) for source in sources]
             if query is not None:
                 scores = [*scores, score_of(query, values[-1], key_eps_norm)[0]]
-            total = merged(how, mix, state, scores, values).flatten(1)
+            total = merged(how, mix, state, scores, values, closed_sum).flatten(1)
             if parameters is not None and not torch.compiler.is_compiling():
                 weight, eps = parameters
                 how.eps_norm = self.eps_norm_of(eps / factor**2)
                 return rms_normed(total, weight, how)[0].view(shape)
             total = multiplied(total, how).view(shape)
             return total if norm is None else norm_of(norm, total)
-        if mix is not None and not sources and norm is None and factor == 1:
+        if mix is not None and not sources and norm is None and factor == 1 and not self.keeps_stream:
             return mix.reshape(shape).to(dtype)
         if norm is not None and norm._modules:
             # What is in submodules, such as those of `torch.nn.utils.parametrize`, is not among the norm's tensors
-            return norm_of(norm, MergeOpen.apply(how, mix, state, query, *scores, *sources))
+            return norm_of(norm, MergeOpen.apply(how, mix, state, query, closed_sum, *scores, *sources))
         of_norm: Sequence[torch.Tensor] = ()
         if parameters is not None:
             weight, eps = parameters
             how.eps_norm, of_norm = self.eps_norm_of(eps / factor**2), (weight,)
         elif norm is not None:
             how.norm, of_norm = norm, tuple(norm_tensors(norm).values())
-        return MergeOpen.apply(how, mix, state, query, *scores, *sources, *of_norm)
+        return MergeOpen.apply(how, mix, state, query, closed_sum, *scores, *sources, *of_norm)
 
     def merge_by_kernels(
         self,
         query: torch.Tensor,
         sources: Sequence[torch.Tensor],
         norm: nn.Module | None,
-        factor: int,
+        factor: float,
         mix: torch.Tensor | None = None,
         state: torch.Tensor | None = None,
         closed: tuple[Any, int] | None = None,
+        closed_sum: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """As `merge`, of the query of the site, `[hidden]`, or of those of its tokens, `[batch, seq, hidden]`."""
+        if self.keeps_stream:  # which the kernels do not know of
+            mixed = self._merged_by_kernels(query, sources, None, 1, mix, state, closed, wide_dtype(self.like.dtype))
+            closed_sums = [] if closed_sum is None else [closed_sum.view(self.like.shape)]
+            read = (sum([*closed_sums, *sources], mixed) * factor).to(self.like.dtype)
+            return read if norm is None else norm_of(norm, read)
+        return self._merged_by_kernels(query, sources, norm, factor, mix, state, closed, self.like.dtype)
+
+    def _merged_by_kernels(self, query, sources, norm, factor, mix, state, closed, dtype: torch.dtype) -> torch.Tensor:
         parameters = rms_norm_parameters(norm, self.like.dtype)
         options = {
             "eps": self.eps,
@@ -168,10 +176,10 @@ class Reader:
         }
         if torch.is_grad_enabled():
             weight, norm_eps = parameters or (None, None)
-            of_result = self.like.dtype, norm_eps
+            of_result = dtype, norm_eps
             read = MergeByKernels.apply(self.kernels, options, of_result, closed, query, mix, state, weight, *sources)
         else:
-            read = self.kernels.merge(query, mix, state, sources, self.like.dtype, norm=parameters, **options)
+            read = self.kernels.merge(query, mix, state, sources, dtype, norm=parameters, **options)
         return read if norm is None or parameters is not None else norm_of(norm, read)
 
 
@@ -183,7 +191,7 @@ class Chunk(Reader):
         queries: folded queries of these, `[sites, hidden]`.
         blocks: the closed sources, each `[batch, seq, hidden]`.
         eps: epsilon of the key RMSNorm.
-        num_heads, weights: as of `ReadConfig`.
+        read_config: how they are read.
         before: the chunk before this one in the same stream, whose sources are the first of these.
         kernels: a module of kernels to run in place of torch's operations.
     """
@@ -192,6 +200,7 @@ class Chunk(Reader):
     l2_norms: torch.Tensor  # those of their keys, `[tokens, sources]`
     mixes: Sequence[torch.Tensor]
     states: Sequence[torch.Tensor | None]
+    closed_sum: torch.Tensor | None = None  # of the closed sources, `[tokens, heads, width]`, if the stream is kept
 
     def __init__(
         self,
@@ -199,15 +208,18 @@ class Chunk(Reader):
         queries: torch.Tensor,
         blocks: Sequence[torch.Tensor],
         eps: float,
-        num_heads: int = 1,
-        weights: str = "softmax",
+        read_config: ReadConfig = PAPERS_READ,
         before: "Chunk | None" = None,
         kernels: Any = None,
     ):
-        super().__init__(blocks[0], eps, num_heads, weights, kernels)
+        super().__init__(blocks[0], eps, read_config, kernels)
         self.first, self.end = sites
         self.num_closed, self.with_grad = len(blocks), torch.is_grad_enabled()
         self.node = None
+        if before is not None and before.with_grad != self.with_grad:
+            before = None
+        if self.keeps_stream:
+            self._add_closed(blocks, before)
         if kernels is not None:
             self.rows = queries.unbind(0)
             self._read_closed_by_kernels(queries, blocks)
@@ -215,17 +227,15 @@ class Chunk(Reader):
         self.queries = queries.to(wide_dtype(self.like.dtype)) * self.like.shape[-1] ** 0.5
         self.rows = self.queries.unbind(0)
         self.local: list[LocalScores] = []  # of sources that later sites of the chunk read as well
-        if before is not None and before.with_grad != self.with_grad:
-            before = None
         if before is not None:
             self.eps_norms = before.eps_norms
         self.eps_norm = self.eps_norm_of(eps)
         self._put_side_by_side(blocks, before)
         if in_plain_operations():
             scores = closed_scores(self.queries, self.values, self.l2_norms)
-            mixes, states = by_site(*read_closed(self.values, scores, weights))
+            mixes, states = by_site(*read_closed(self.values, scores, self.weights))
         else:
-            found = ReadClosed.apply(self.queries, self.values, self.l2_norms, weights, *blocks)
+            found = ReadClosed.apply(self.queries, self.values, self.l2_norms, self.weights, *blocks)
             mixes, states = found[: len(queries)], found[len(queries) :]
             self.node = mixes[0].grad_fn
         self.mixes, self.states = mixes, states or (None,) * len(queries)
@@ -239,6 +249,12 @@ class Chunk(Reader):
         else:
             self.mixes, states, _, _ = self.kernels.read_closed(queries, blocks, *arguments)
         self.states = (None,) * len(queries) if states is None or not len(states) else states
+
+    def _add_closed(self, blocks: Sequence[torch.Tensor], before: "Chunk | None"):
+        self.closed_sum = None if before is None else before.closed_sum
+        for block in blocks[0 if before is None else before.num_closed :]:
+            value = by_head(block, self.num_heads)
+            self.closed_sum = value if self.closed_sum is None else self.closed_sum + value
 
     def _put_side_by_side(self, blocks: Sequence[torch.Tensor], before: "Chunk | None"):
         if before is not None and before.num_closed == len(blocks):
@@ -259,7 +275,7 @@ class Chunk(Reader):
         return is_one and (self.with_grad or not torch.is_grad_enabled())
 
     def read(
-        self, site: int, local: Sequence[torch.Tensor], num_lasting: int, norm: nn.Module | None, factor: int
+        self, site: int, local: Sequence[torch.Tensor], num_lasting: int, norm: nn.Module | None, factor: float
     ) -> torch.Tensor:
         """Phase 2: the mix of a site, `[batch, seq, hidden]`, times a factor, and the norm behind it.
 
@@ -269,7 +285,7 @@ class Chunk(Reader):
         """
         place = site - self.first
         closed = None if self.node is None else (self.node, place)
-        of_closed = self.mixes[place], self.states[place], closed
+        of_closed = self.mixes[place], self.states[place], closed, self.closed_sum
         if self.kernels is not None:
             return self.merge_by_kernels(self.rows[place], local, norm, factor, *of_closed)
         if local and (num_lasting < len(local) or site + 1 == self.end):

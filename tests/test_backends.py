@@ -271,6 +271,8 @@ def test_reads_of_a_stream(backend, of_embedding, sums):
     [
         ReadConfig(num_heads=2, weights="sigmoid"),
         ReadConfig(weights="softmax1", open_block="each"),
+        ReadConfig(stream="kept"),
+        ReadConfig(num_heads=2, weights="sigmoid", open_block="each", stream="kept"),
         ReadConfig(num_heads=4),
         ReadConfig(num_heads=2, query="hybrid", weights="softmax1"),
     ],

@@ -32,6 +32,7 @@ READS = {
     "paper": {},
     "heads": {"num_heads": 4, "weights": "sigmoid", "open_block": "each"},
     "input": {"query": "hybrid", "query_rank": 4},
+    "kept": {"stream": "kept"},
 }
 EVERY_READ = mostly_slow(READS, every=3)
 

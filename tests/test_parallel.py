@@ -296,6 +296,7 @@ def test_gradients_of_all_schedules(num_processes):
     for fields in (
         {"attn_res_open_block": "each", "attn_res_num_heads": 2},
         {"attn_res_query": "hybrid", "attn_res_query_rank": 3},
+        {"attn_res_stream": "kept"},
         {"attn_res_weights": "sigmoid"},
         {"frozen": True},
         {"family": "qwen3_moe"},
@@ -444,7 +445,13 @@ def counting_elements(start, made):
 
 def _divided_prefill(rank):
     """Each process has the blocks of its tokens; logits and tokens are as of a model that has all."""
-    for fields in ({}, {"attn_res_num_heads": 2}, {"attn_res_query": "input"}, {"attn_res_open_block": "each"}):
+    for fields in (
+        {},
+        {"attn_res_num_heads": 2},
+        {"attn_res_query": "input"},
+        {"attn_res_open_block": "each"},
+        {"attn_res_stream": "kept"},
+    ):
         model = make_model(**fields).eval()
         prompt = BATCH[:2]
         options = {"max_new_tokens": 4, "do_sample": False}

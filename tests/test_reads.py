@@ -29,13 +29,14 @@ from attnres.depth.other_reads import start_stream
 from attnres.depth.reads import ReadConfig
 
 
-def read_fields(heads, query, rank, weights, open_block) -> dict:
+def read_fields(heads, query, rank, weights, open_block, stream="replaced") -> dict:
     return {
         "attn_res_num_heads": heads,
         "attn_res_query": query,
         "attn_res_query_rank": rank,
         "attn_res_weights": weights,
         "attn_res_open_block": open_block,
+        "attn_res_stream": stream,
     }
 
 
@@ -46,7 +47,12 @@ ALL = [
     for heads, query, weights, open_block in itertools.product(
         (1, 4), QUERIES, ("softmax", "sigmoid", "softmax1"), ("sum", "each")
     )
-][1:]
+][1:] + [
+    read_fields(heads, *query, weights, open_block, "kept")
+    for heads, query, weights, open_block in itertools.product(
+        (1, 4), (QUERIES[0], QUERIES[-1]), ("softmax", "sigmoid", "softmax1"), ("sum", "each")
+    )
+]
 # Each value of each field, and each with most others
 SOME = [
     read_fields(4, "learned", None, "softmax", "sum"),
@@ -56,13 +62,16 @@ SOME = [
     read_fields(4, "input", 5, "sigmoid", "each"),
     read_fields(2, "hybrid", None, "softmax1", "sum"),
     read_fields(1, "hybrid", 3, "softmax", "each"),
+    read_fields(1, "learned", None, "softmax", "sum", "kept"),
+    read_fields(4, "learned", None, "softmax1", "each", "kept"),
+    read_fields(2, "input", None, "sigmoid", "sum", "kept"),
 ]
 
 
 def name_of(fields) -> str:
     if not isinstance(fields, dict):
         return str(fields)
-    return "-".join(str(value) for value in fields.values() if value not in (None, "softmax", "sum"))
+    return "-".join(str(value) for value in fields.values() if value not in (None, "softmax", "sum", "replaced"))
 
 
 def converted(base_model, block_size: int, fields: dict, sums: bool = True, **kwargs) -> AttnResForCausalLM:
@@ -202,6 +211,7 @@ def test_every_value_is_known_everywhere():
         (choices,) = (kind for kind in get_args(options[name.removeprefix("attn_res_")]) if kind is not type(None))
         assert get_args(choices) == values
     places = {"learned": 0, "input": 1, "hybrid": 2, "softmax": 0, "sigmoid": 1, "softmax1": 2, "sum": 0, "each": 1}
+    places |= {"replaced": 0, "kept": 1}
     assert {value: values.index(value) for values in READS.values() for value in values} == places
 
 
@@ -491,13 +501,17 @@ def test_command_line(tmp_path, monkeypatch):
         "softmax1",
         "--open-block",
         "each",
+        "--stream",
+        "kept",
     )
     done = run("convert", "base", "out", "--block-size", 3, *options, "--json")
     assert done.exit_code == 0, done.output
     printed = json.loads(done.stdout)
     assert printed["verification"]["equal"]
     config = json.loads((tmp_path / "out/config.json").read_text())
-    assert {name: config[name] for name in read_fields(*range(5))} == read_fields(4, "hybrid", 3, "softmax1", "each")
+    assert {name: config[name] for name in read_fields(*range(6))} == read_fields(
+        4, "hybrid", 3, "softmax1", "each", "kept"
+    )
     refused = run("convert", "base", "no", "--query", "gated")
     assert refused.exit_code == 2 and "gated" in refused.output and not (tmp_path / "no").exists()
     exported = run("export", "out", "kimi", "--to", "kimi")
@@ -653,7 +667,15 @@ def test_one_kv_cache_for_models_that_read_otherwise(input_ids):
 
 
 @pytest.mark.parametrize(
-    "numbers", [[3, 4, 0, 0, 0, 9], [3, 4, 0, 0, 0, -1], [3, 4, 0, 0, 0], [3, 0, 0, 0, 0, 0], [3, 4, 0, 0, 0, 0, 1]]
+    "numbers",
+    [
+        [3, 4, 0, 0, 0, 9],
+        [3, 4, 0, 0, 0, -1],
+        [3, 4, 0, 0, 0],
+        [3, 0, 0, 0, 0, 0],
+        [3, 4, 0, 0, 0, 0, 2],
+        [3, 4, 0, 0, 0, 0, 1, 0],
+    ],
 )
 def test_an_adapter_of_a_read_that_is_not_known(numbers):
     """A later version's, or one that somebody has made up."""

@@ -299,6 +299,7 @@ def test_transformers_pipeline_stages(tmp_path):
         ("llama", 4, {"attn_res_open_block": "each"}),
         ("llama", 3, {"attn_res_num_heads": 4, "attn_res_weights": "softmax1"}),
         ("llama", 3, {"attn_res_query": "hybrid"}),
+        ("llama", 3, {"attn_res_stream": "kept"}),
     ):
         base = tiny_base_model(family)
         model = AttnResForCausalLM(AttnResConfig.from_base_config(base.config, block_size=block_size, **fields))

@@ -22,13 +22,16 @@ from attnres.depth.reads import ReadConfig
 from attnres.depth.two_phases import end_of_chunk
 
 
-pytestmark = pytest.mark.one_in(3)  # of four reads by two lengths, so that both lengths are among them
+pytestmark = pytest.mark.one_in(3)  # of the reads by two lengths, so that both lengths are among them
 SITES, EPS = 14, 1e-3
 READS = {
     "paper": ReadConfig(),
     "heads": ReadConfig(num_heads=2, weights="softmax1"),
     "each": ReadConfig(open_block="each"),
     "sigmoid": ReadConfig(num_heads=2, weights="sigmoid", open_block="each"),
+    "kept": ReadConfig(stream="kept"),
+    "kept, heads": ReadConfig(num_heads=2, weights="softmax1", open_block="each", stream="kept"),
+    "kept, sigmoid": ReadConfig(num_heads=2, weights="sigmoid", stream="kept"),
 }
 # Full, whose chunks have several blocks, and blocks that are chunks
 BLOCK_SIZES = (1, 5)
@@ -70,7 +73,7 @@ def definitions_of(case, queries, embedding, *outputs, norm=None):
         of_block = outputs[closed:site]
         if of_block:
             sources += of_block if read_config.open_block == "each" else [sum(of_block)]
-        how = read_config.num_heads, read_config.weights
+        how = read_config.num_heads, read_config.weights, read_config.keeps_stream
         mix = read_by_definition(queries[site], sources, EPS, *how)[0]
         mixes.append(mix if norm is None else norm(mix))
     return mixes
@@ -379,7 +382,7 @@ def test_block_cache_of_many_blocks(read_config, block_size):
         stream = start_stream(read_config, (queries,), (outputs[0],), block_size=block_size, eps=EPS)
         stream = stream.keep_in(BlockCache())
         for site, output in enumerate(outputs[1:]):
-            how = read_config.num_heads, read_config.weights
+            how = read_config.num_heads, read_config.weights, read_config.keeps_stream
             check([stream.read()], read_by_definition(queries[site], stream.sources, EPS, *how)[:1])
             stream = stream + output
 
@@ -400,5 +403,5 @@ def test_a_block_changed_in_another_stream_stays(case, inputs):
         doubled = stream.on_newest(lambda source: 2 * source)
         sources = [embedding, 2 * sum(outputs[:block_size])]
         start(3 * embedding)
-        how = read_config.num_heads, read_config.weights
+        how = read_config.num_heads, read_config.weights, read_config.keeps_stream
         check([doubled.read()], read_by_definition(queries[block_size], sources, EPS, *how)[:1])

@@ -52,13 +52,16 @@ class LiteralDefinition(TorchDispatchMode):
         eps: of the norm on the keys.
         sums: whether a mix is multiplied by what makes it the residual stream at queries of zero.
         num_heads, kind, each: heads and weights of a read, and whether each output of the open block is a source.
+        kept: whether the residual stream is added to what is read.
     """
 
-    def __init__(self, first_layer, tensors, block_size, eps, sums, num_heads=1, kind="softmax", each=False):
+    def __init__(
+        self, first_layer, tensors, block_size, eps, sums, num_heads=1, kind="softmax", each=False, kept=False
+    ):
         super().__init__()
         self.first_layer, self.tensors = first_layer, tensors
         self.block_size, self.eps, self.sums = block_size, eps, sums
-        self.num_heads, self.kind, self.each = num_heads, kind, each
+        self.num_heads, self.kind, self.each, self.kept = num_heads, kind, each, kept
 
     def __enter__(self):
         # By the id of a stream's tensor: that tensor (so that nobody else gets the id), and what has been added to it
@@ -102,6 +105,8 @@ class LiteralDefinition(TorchDispatchMode):
         query, key_norm = self.query_of(site, sources[-1]), self.tensors["key_norm"][site]
         mix, self.weights[site] = mix_by_definition(query, key_norm, sources, self.eps, self.num_heads, self.kind)
         factor = {"softmax": len(sources), "softmax1": len(sources) + 1, "sigmoid": 2}[self.kind]
+        if self.kept:
+            mix, factor = sum(outputs) + mix, factor / (1 + factor)
         return (mix * (factor if self.sums else 1)).to(value.dtype).view(value.shape)
 
     def query_of(self, site, newest):
@@ -188,6 +193,7 @@ def literal_logits(native, model, input_ids, **kwargs):
         config.attn_res_num_heads,
         config.attn_res_weights,
         config.attn_res_open_block == "each",
+        config.attn_res_stream == "kept",
     )
     with torch.no_grad(), definition:
         logits = native(input_ids, use_cache=False, **kwargs).logits
