@@ -629,7 +629,7 @@ def model_of(family):
 
 # They differ in what comes before the layers or after them, in what layers take and return, and in whether they scale
 # the stream
-DIFFERENT = ("beam", "bloom", "gptj", "megatron-bert", "opt", "zamba")
+DIFFERENT = ("beam", "bloom", "gptj", "megatron-bert", "nanochat", "opt", "zamba")
 
 
 @pytest.mark.parametrize(
