@@ -12,6 +12,7 @@ import torch
 import typer
 
 from attnres.utils.files import append_json
+from studies.kept_stream import study as kept_stream
 from studies.two_depths import study as two_depths
 from studies.two_depths.study import (
     ARMS,
@@ -143,3 +144,23 @@ def test_a_scaled_start():
     for name, tensor in plain.items():
         factor = 48**-0.5 if name.endswith(("o_proj.weight", "down_proj.weight")) else 1
         torch.testing.assert_close(scaled[name], factor * tensor)
+
+
+def test_sweeps_of_the_kept_stream():
+    """They go on while an end is as good as the best but for noise, and so do those of the arms that had ended."""
+    found, order = dict(kept_stream.of_two_depths()), []
+    while run := kept_stream.next_run(found):
+        found[run] = {"tuning_loss": 4 + abs(math.log2(run.learning_rate / 8e-3)) / 10}
+        order.append((run.depth, run.arm))
+    arms = list(dict.fromkeys(order))
+    assert arms[:8] == [("deep", arm) for arm in kept_stream.FIELDS if arm != "blocks"] + [("deep", "prenorm")]
+    assert arms[8:14] == [("wide", arm) for arm in [*kept_stream.FIELDS][:6]]
+    assert {run.learning_rate for run in found if run.arm == "kept"} == {*RATES}
+    assert {"blocks", "full", "prenorm"} >= {arm for depth, arm in arms[14:]}
+
+
+def test_arms_of_the_kept_stream():
+    for arm, fields in kept_stream.FIELDS.items():
+        config = make_model("deep", arm, 0, kept_stream.FIELDS).config
+        assert config.attn_res_stream == fields.get("attn_res_stream", "replaced")
+        assert (config.attn_res_block_size, config.attn_res_scale_norm_eps) == (1 if "full" in arm else 8, False)

@@ -118,7 +118,7 @@ def label_of(depth: str) -> str:
     return "{num_hidden_layers} layers of {hidden_size}".format(**DEPTHS[depth])
 
 
-def make_model(depth: str, arm: str, seed: int):
+def make_model(depth: str, arm: str, seed: int, fields: dict[str, dict[str, Any]] = FIELDS):
     """The arms of a seed start from the same weights.
 
     A scaled start is GPT-2's: what writes to the residual stream is divided by the square root of how many do.
@@ -133,15 +133,15 @@ def make_model(depth: str, arm: str, seed: int):
                 parameter.data /= math.sqrt(2 * config.num_hidden_layers)
     if arm == "prenorm":
         return prenorm
-    model = AttnResForCausalLM(AttnResConfig.from_base_config(config, attn_res_scale_norm_eps=False, **FIELDS[arm]))
+    model = AttnResForCausalLM(AttnResConfig.from_base_config(config, attn_res_scale_norm_eps=False, **fields[arm]))
     model.load_state_dict(prenorm.state_dict(), strict=False)
     return model
 
 
-def train(run: Run, work: Path) -> dict[str, Any]:
+def train(run: Run, work: Path, fields_of_arms: dict[str, dict[str, Any]] = FIELDS) -> dict[str, Any]:
     """Train one run; its figures."""
     start = time.time()
-    model = make_model(run.depth, run.arm, run.seed)
+    model = make_model(run.depth, run.arm, run.seed, fields_of_arms)
     rows = rows_of(work, "library", "train", run.seed)[: run.steps * BATCH]
     fields = TRAINING | {"eval_strategy": "no", "query_learning_rate": run.learning_rate, "query_weight_decay": 0.0}
     trainer = trained(model, rows, run, work, **fields)
