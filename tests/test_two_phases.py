@@ -19,6 +19,7 @@ from attnres.depth.block_cache import BlockCache
 from attnres.depth.definition import read_by_definition
 from attnres.depth.other_reads import start_stream
 from attnres.depth.reads import ReadConfig
+from attnres.depth.stream import DepthRecorder
 from attnres.depth.two_phases import end_of_chunk
 
 
@@ -50,9 +51,9 @@ def inputs():
     return [torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_() for shape in shapes]
 
 
-def streams_of(case, queries, embedding, *outputs):
+def streams_of(case, queries, embedding, *outputs, **fields):
     read_config, block_size = case
-    stream = start_stream(read_config, (queries,), (embedding,), block_size=block_size, eps=EPS)
+    stream = start_stream(read_config, (queries,), (embedding,), block_size=block_size, eps=EPS, **fields)
     stream.is_rebuilt = False
     yield stream
     for output in outputs:
@@ -354,20 +355,6 @@ def test_other_dtypes(case, inputs, dtype):
         assert error < tolerance
 
 
-def test_read_without_gradients_and_then_with_them(case, inputs):
-    """In the middle of chunks that began with gradients."""
-
-    def reads(streams):
-        for stream in streams:
-            with torch.no_grad():
-                stream.read()
-            yield stream.read()
-
-    actual, expected = list(reads(streams_of(case, *inputs))), definitions_of(case, *inputs)
-    check(actual, expected)
-    check(*(grads_of(loss_of(reads), inputs) for reads in (actual, expected)))
-
-
 @pytest.mark.parametrize("read_config", READS.values(), ids=ReadConfig.in_words)
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 def test_block_cache_of_many_blocks(read_config, block_size):
@@ -405,3 +392,19 @@ def test_a_block_changed_in_another_stream_stays(case, inputs):
         start(3 * embedding)
         how = read_config.num_heads, read_config.weights, read_config.keeps_stream
         check([doubled.read()], read_by_definition(queries[block_size], sources, EPS, *how)[:1])
+
+
+def test_a_source_that_is_left_out(case, inputs):
+    """By a recorder: nothing of it is read, also where the stream is kept."""
+    read_config, block_size = case
+    queries, embedding, *outputs = inputs
+    recorder = DepthRecorder(masked_source={7: 1})
+    for site, stream in enumerate(streams_of(case, *inputs, recorder=recorder)):
+        if site == 7:
+            found, sources = stream.read(), list(stream.sources)
+    seen = [sources[0], *sources[2:]]
+    how = read_config.num_heads, read_config.weights, read_config.keeps_stream
+    mix, weights = read_by_definition(queries[7], seen, EPS, *how)
+    check([found], [mix])
+    assert not recorder.weights[7][..., 1].any() and recorder.weights[7].sum() > 0
+    assert torch.allclose(recorder.weights[7].sum(-1), weights.sum(-1).view(recorder.weights[7].shape[:-1]))
