@@ -8,6 +8,7 @@ import torch
 
 from .definition import depth_attention_reference
 from .kernels import fused_read, module_of
+from .reads import PAPERS_READ
 from .two_phases import Chunk
 
 
@@ -77,7 +78,7 @@ def seconds_of(name: str, device: torch.device, dtype: torch.dtype) -> float:
             return [fused_read(query, sources, 1e-6) for query in queries]
         # Without a question to `backends`, which may be waiting for this answer
         *closed, partial = sources
-        chunk = Chunk((0, 4), queries, closed, 1e-6, kernels=kernels)
+        chunk = Chunk((0, 4), queries, closed, 1e-6, PAPERS_READ, kernels=kernels)
         return [chunk.read(site, [partial], 0, None, 1) for site in range(4)]
 
     def read():

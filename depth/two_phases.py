@@ -43,7 +43,7 @@ from .autograd import (
 )
 from .kernel_phases import MergeByKernels, ReadClosedByKernels
 from .norms import norm_of, norm_tensors, rms_norm_parameters
-from .reads import PAPERS_READ, ReadConfig
+from .reads import ReadConfig
 
 
 # Longer chunks of Full AttnRes take no less time, between 8 and 16 sites, and more memory
@@ -85,7 +85,7 @@ class Reader:
         kernels: a module of kernels to run in place of torch's operations.
     """
 
-    def __init__(self, like: torch.Tensor, eps: float, read_config: ReadConfig = PAPERS_READ, kernels: Any = None):
+    def __init__(self, like: torch.Tensor, eps: float, read_config: ReadConfig, kernels: Any = None):
         self.like, self.eps, self.kernels = like, eps, kernels
         self.num_heads, self.weights = read_config.num_heads, read_config.weights
         self.keeps_stream = read_config.keeps_stream
@@ -208,7 +208,7 @@ class Chunk(Reader):
         queries: torch.Tensor,
         blocks: Sequence[torch.Tensor],
         eps: float,
-        read_config: ReadConfig = PAPERS_READ,
+        read_config: ReadConfig,
         before: "Chunk | None" = None,
         kernels: Any = None,
     ):

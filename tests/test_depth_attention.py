@@ -15,6 +15,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from attnres.depth.autograd import Scores
 from attnres.depth.block_cache import BlockCache
 from attnres.depth.definition import depth_attention_reference, num_sources
+from attnres.depth.reads import PAPERS_READ
 from attnres.depth.stream import DepthStream
 from attnres.depth.two_phases import Chunk, end_of_chunk
 
@@ -46,7 +47,8 @@ def in_two_phases(local, query, *sources, norm=None, factor=1):
         local: how many, or -1: one that later sites read as well.
     """
     num_closed = max(1, len(sources) - abs(local))
-    chunk = Chunk((4, 7), torch.stack([query.flip(0), query, 1 - query]), sources[:num_closed], EPS)
+    queries = torch.stack([query.flip(0), query, 1 - query])
+    chunk = Chunk((4, 7), queries, sources[:num_closed], EPS, PAPERS_READ)
     of_site = sources[num_closed:]
     num_lasting = len(of_site) if local < 0 else max(0, len(of_site) - 1)
     return chunk.read(5, of_site, num_lasting, norm, factor)

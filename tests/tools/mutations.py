@@ -69,7 +69,7 @@ MUTATIONS = [
     ("depth/two_phases.py", "return is_one and (self.with_grad or not torch.is_grad_enabled())", "return is_one", STREAM),
     ("depth/two_phases.py", "return min((site // block_size + blocks) * block_size, num_sites)", "return (site // block_size + blocks) * block_size", OPERATOR),
     ("depth/two_phases.py", "how.eps_norm, of_norm = self.eps_norm_of(eps / factor**2), (weight,)", "how.eps_norm, of_norm = self.eps_norm_of(eps), (weight,)", OPERATOR),
-    ("depth/block_cache.py", "return torch.lerp(partial, mix, weight.sigmoid_())", "return torch.lerp(partial, mix, weight.sigmoid_() * 1.0001)", OPERATOR),
+    ("depth/block_cache.py", "total = torch.lerp(partial, mix, weight.sigmoid_())", "total = torch.lerp(partial, mix, weight.sigmoid_() * 1.0001)", OPERATOR),
     ("depth/block_cache.py", "total = torch.bmm(weights[:, None, :count], since).squeeze(1).addcmul_(of_closed, mix)", "total = torch.bmm(weights[:, None, :count], since).squeeze(1).add_(mix)", OPERATOR),
     ("depth/block_cache.py", "total = torch.baddbmm(mix.unsqueeze(1), weights[:, None, :count], since).squeeze(1)", "total = torch.bmm(weights[:, None, :count], since).squeeze(1)", (*READS, *OPERATOR)),
     ("depth/block_cache.py", "total.addcmul_(weights[:, i : i + 1], value.reshape(total.shape))", "total.addcmul_(weights[:, :1], value.reshape(total.shape))", (*OPERATOR, *READS)),
@@ -184,6 +184,24 @@ MUTATIONS = [
     ("base/classes.py", " and not args and not kwargs", "", STREAM),
     ("depth/stream.py", "masked is not None and (num_sources == 1 or not 0 <= masked < num_sources)", "False", STREAM),
     ("depth/other_reads.py", "return (() if self.partial is None else (self.partial,)) + self.outputs", "return *super().open_tensors, *self.outputs", READS),
+    # The kept stream
+    ("depth/autograd.py", "return mix if closed_sum is None else mix + closed_sum", "return mix", OPERATOR),
+    ("depth/autograd.py", "return total.add_(values[0]).add_(closed_sum) if how.keeps_stream else total", "return total.add_(closed_sum) if how.keeps_stream else total", OPERATOR),
+    ("depth/autograd.py", "of_local = of_local + 1 if how.keeps_stream else of_local", "of_local = of_local", OPERATOR),
+    ("depth/autograd.py", "return total if closed_sum is None else total.add_(closed_sum)", "return total", OPERATOR),
+    ("depth/autograd.py", "grad_value = grad_value.add_(grad) if how.keeps_stream else grad_value", "grad_value = grad_value", OPERATOR),
+    ("depth/autograd.py", "grad_sum = grad if needed[4] else None", "grad_sum = None", OPERATOR),
+    ("depth/two_phases.py", "for block in blocks[0 if before is None else before.num_closed :]:", "for block in blocks[:]:", OPERATOR),
+    ("depth/two_phases.py", "read = (sum([*closed_sums, *sources], mixed) * factor)", "read = (sum([*sources], mixed) * factor)", ("tests/test_backends.py",)),
+    ("depth/block_cache.py", "self.closed_sum.add_(block) if number else self.closed_sum.copy_(block)", "self.closed_sum.copy_(block)", OPERATOR),
+    ("depth/block_cache.py", "return total if self.closed_sum is None else total.add_(partial).add_(self.closed_sum)", "return total if self.closed_sum is None else total.add_(self.closed_sum)", READS),
+    ("depth/block_cache.py", "weights = weights if self.closed_sum is None else weights.add_(1)", "pass", OPERATOR),
+    ("depth/block_cache.py", "weights[:, 1:] if self.closed_sum is None else weights[:, 1:] + 1", "weights[:, 1:]", OPERATOR),
+    ("depth/block_cache.py", "self.num_closed, self.num_summed, self.chunk = 0, 0, (0, 0)", "self.num_closed, self.chunk = 0, (0, 0)", READS),
+    ("depth/stream.py", "            weights[..., masked] = 0  # of the stream, too", "            pass", OPERATOR),
+    ("depth/stream.py", "and not self.read_config.keeps_stream", "", OPERATOR),
+    ("depth/reads.py", "return inverse_weight / (inverse_weight + 1) if self.keeps_stream else inverse_weight", "return inverse_weight", READS),
+    ("depth/reads.py", "*(places if self.keeps_stream else places[:-1])", "*places", READS),
 ]  # fmt: skip
 
 
