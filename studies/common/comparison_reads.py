@@ -26,7 +26,7 @@ class OtherSources(VariantStream):
 
     def _read_in_two_phases(self, norm: nn.Module | None) -> torch.Tensor:
         scores = [score.reshape(-1, 1) for score in self._scores()]
-        return Reader(self.newest, self.eps).merge(scores, self.sources, norm, self._factor())
+        return Reader(self.newest, self.eps, self.read_config).merge(scores, self.sources, norm, self._factor())
 
 
 class Static(OtherSources):
