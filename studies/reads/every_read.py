@@ -31,7 +31,6 @@ PAGE = Path(__file__).parents[2] / "docs/how_to/reads.md"
 READS = (
     *("8", "8:open_block=sum", "8:num_heads=4", "8:num_heads=8", "8:weights=sigmoid", "8:weights=softmax1"),
     *("8:open_block=each", "8:query=input:query_rank=16", "8:query=hybrid:query_rank=16", "8:query=input"),
-    *("8:stream=kept", "8:stream=kept:num_heads=4"),
 )
 CASES = ("decode-1-64", "prefill-512", "train-256")
 app = typer.Typer(add_completion=False, help=__doc__)
