@@ -159,7 +159,6 @@ MUTATIONS = [
     ("base/probe.py", "self.scales_blocks |= ", "self.scales_blocks = False and ", PIPELINES),
     ("base/probe.py", "    if width != base_config.hidden_size:", "    if False:", PIPELINES),
     ("base/slices.py", "present & (probe.behind - probe.in_front)", "present & probe.behind", PIPELINES),
-    ("base/forward.py", "torch.zeros_like(stream.newest)", "stream.newest", PIPELINES),
     ("base/slices.py", "(hidden_states, *[None] * (self.num_values - 1))", "hidden_states", PIPELINES),
     ("base/slices.py", "(SliceEnd if i == end else PassThrough)", "PassThrough", PIPELINES),
     ("parallel/agreement.py", "    if found[0] != -found[1]:", "    if False:", PIPELINES),
