@@ -212,6 +212,8 @@ def test_every_value_is_known_everywhere():
         assert get_args(choices) == values
     places = {"learned": 0, "input": 1, "hybrid": 2, "softmax": 0, "sigmoid": 1, "softmax1": 2, "sum": 0, "each": 1}
     places |= {"replaced": 0, "kept": 1}
+    assert ReadConfig(num_heads=4).numbers() == [4, 0, 0, 0, 0]  # as in files from before the stream could be kept
+    assert ReadConfig(num_heads=4, stream="kept").numbers() == [4, 0, 0, 0, 0, 1]
     assert {value: values.index(value) for values in READS.values() for value in values} == places
 
 

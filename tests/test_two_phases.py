@@ -355,6 +355,7 @@ def test_other_dtypes(case, inputs, dtype):
         assert error < tolerance
 
 
+@pytest.mark.one_in(1)
 @pytest.mark.parametrize("read_config", READS.values(), ids=ReadConfig.in_words)
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 def test_block_cache_of_many_blocks(read_config, block_size):

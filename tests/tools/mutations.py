@@ -193,7 +193,7 @@ MUTATIONS = [
     ("depth/two_phases.py", "for block in blocks[0 if before is None else before.num_closed :]:", "for block in blocks[:]:", OPERATOR),
     ("depth/two_phases.py", "read = (sum([*closed_sums, *sources], mixed) * factor)", "read = (sum([*sources], mixed) * factor)", ("tests/test_backends.py",)),
     ("depth/block_cache.py", "self.closed_sum.add_(block) if number else self.closed_sum.copy_(block)", "self.closed_sum.copy_(block)", OPERATOR),
-    ("depth/block_cache.py", "return total if self.closed_sum is None else total.add_(partial).add_(self.closed_sum)", "return total if self.closed_sum is None else total.add_(self.closed_sum)", READS),
+    ("depth/block_cache.py", "return total if self.closed_sum is None else total.add_(partial).add_(self.closed_sum)", "return total if self.closed_sum is None else total.add_(self.closed_sum)", OPERATOR),
     ("depth/block_cache.py", "weights = weights if self.closed_sum is None else weights.add_(1)", "pass", OPERATOR),
     ("depth/block_cache.py", "weights[:, 1:] if self.closed_sum is None else weights[:, 1:] + 1", "weights[:, 1:]", OPERATOR),
     ("depth/block_cache.py", "self.num_closed, self.num_summed, self.chunk = 0, 0, (0, 0)", "self.num_closed, self.chunk = 0, (0, 0)", READS),
