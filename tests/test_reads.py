@@ -402,11 +402,13 @@ def test_another_read_of_a_checkpoint(tmp_path, input_ids):
     tiny_base_model("llama").save_pretrained(tmp_path / "base")
     convert(tmp_path / "base", tmp_path / "one", block_size=3)
     convert(tmp_path / "one", tmp_path / "two", query="input", query_rank=2, num_heads=4)
-    report = convert(tmp_path / "two", tmp_path / "three", query="learned", weights="sigmoid")
+    convert(tmp_path / "two", tmp_path / "kept", query="learned", stream="kept")
+    report = convert(tmp_path / "kept", tmp_path / "three", weights="sigmoid", stream="replaced")
     assert report.operation == "Change of the read" and report.read == "4 heads, weights sigmoid"
-    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "two", "three")]
-    assert [model.config.attn_res_block_size for model in models[1:]] == [3, 3]
-    assert {name.split(".")[-1] for name in models[2].state_dict() if "depth" in name} == {"query", "key_norm"}
+    models = [AutoModelForCausalLM.from_pretrained(tmp_path / name) for name in ("base", "two", "kept", "three")]
+    assert [model.config.attn_res_block_size for model in models[1:]] == [3, 3, 3]
+    assert models[2].config.attn_res_stream == "kept"
+    assert {name.split(".")[-1] for name in models[3].state_dict() if "depth" in name} == {"query", "key_norm"}
     with torch.no_grad():
         logits = [model(input_ids).logits for model in models]
     for of_attnres in logits[1:]:
@@ -427,6 +429,8 @@ def test_another_read_of_a_checkpoint(tmp_path, input_ids):
         ({"attn_res_query": None}, "`attn_res_query=None` must be one of"),
         ({"attn_res_weights": "relu"}, "must be one of softmax, sigmoid, softmax1"),
         ({"attn_res_open_block": ["sum"]}, "must be one of sum, each"),
+        ({"attn_res_stream": "added"}, "`attn_res_stream='added'` must be one of replaced, kept"),
+        ({"attn_res_stream": True}, "`attn_res_stream=True` must be one of replaced, kept"),
         ({"attn_res_query_rank": 4}, "`attn_res_query='learned'` has none"),
         ({"attn_res_query": "input", "attn_res_query_rank": 0}, "`attn_res_query_rank=0` must be None, or a rank"),
         ({"attn_res_query": "hybrid", "attn_res_query_rank": 33}, "must be at most `hidden_size=32`"),
@@ -452,7 +456,7 @@ def test_a_model_is_not_read_otherwise_than_it_was_made(input_ids):
 
 
 @pytest.mark.one_in(2)
-@pytest.mark.parametrize("fields", [SOME[0], SOME[4]], ids=name_of)
+@pytest.mark.parametrize("fields", [SOME[0], SOME[4], SOME[7]], ids=name_of)
 def test_adapters(fields, input_ids, tmp_path):
     """An adapter has its queries with it, and is not put on a model that would read them otherwise."""
     from peft import LoraConfig, PeftModel, get_peft_model
@@ -659,7 +663,7 @@ def test_outputs_that_are_missing_or_too_many(given, input_ids):
 def test_one_kv_cache_for_models_that_read_otherwise(input_ids):
     """The block cache beside it is of the kind that the model needs, whoever came first."""
     base_model = tiny_base_model("llama")
-    models = [randomize(converted(base_model, 3, fields)) for fields in ({}, SOME[0], SOME[3])]
+    models = [randomize(converted(base_model, 3, fields)) for fields in ({}, SOME[0], SOME[3], SOME[7])]
     with torch.no_grad():
         for order in itertools.permutations(models):
             cache = DynamicCache(config=models[0].config)
@@ -690,10 +694,11 @@ def test_an_adapter_of_a_read_that_is_not_known(numbers):
 
 
 @pytest.mark.parametrize("weights", ["softmax", "sigmoid", "softmax1"])
+@pytest.mark.parametrize("stream", ["replaced", "kept"])
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1e4, 1e30])
-def test_sources_and_queries_of_any_size(weights, scale, input_ids):
+def test_sources_and_queries_of_any_size(weights, scale, stream, input_ids):
     """Scores in the thousands, and sources of zeros or of huge numbers: finite, and the same in two phases."""
-    fields = read_fields(4, "learned", None, weights, "each")
+    fields = read_fields(4, "learned", None, weights, "each", stream)
     config = converted(tiny_base_model("llama"), 3, fields).config
     torch.manual_seed(0)
     queries = torch.randn(config.num_sites, 32) * 1e3
@@ -734,7 +739,7 @@ def test_extreme_sizes(fields, input_ids):
     assert relative(model(input_ids).logits, literal) < 1e-13
 
 
-@pytest.mark.parametrize("fields", [SOME[2], SOME[4]], ids=name_of)
+@pytest.mark.parametrize("fields", [SOME[2], SOME[4], SOME[8]], ids=name_of)
 def test_pickled_models(fields, input_ids):
     model = randomize(converted(tiny_base_model("llama"), 3, fields))
     with torch.no_grad():
@@ -743,11 +748,12 @@ def test_pickled_models(fields, input_ids):
         assert copy.deepcopy(model)(input_ids).logits.equal(expected)
 
 
-def test_a_read_that_writes_nothing_new_of_scaled_streams(input_ids):
+@pytest.mark.parametrize("fields", [SOME[2], SOME[8]], ids=name_of)
+def test_a_read_that_writes_nothing_new_of_scaled_streams(fields, input_ids):
     """A base that scales its stream (granite) and one that flattens its tokens (gpt_oss), against the definition."""
     for family in ("granite", "gpt_oss"):
         base_model = tiny_base_model(family)
-        model = randomize(converted(base_model, 3, SOME[2]), 0.1)
+        model = randomize(converted(base_model, 3, fields), 0.1)
         literal, weights = literal_logits(base_model, model, input_ids)
         with torch.no_grad():
             outputs = model(input_ids, output_depth_attentions=True)
@@ -776,7 +782,7 @@ def test_depth_metrics_of_several_data_sets(num_sets, tmp_path):
     assert {"eval_loss"} <= logged if num_sets == 1 else {f"eval_set{i}_loss" for i in range(num_sets)} <= logged
 
 
-@pytest.mark.parametrize("fields", [SOME[0], SOME[1], SOME[4], SOME[5]], ids=name_of)
+@pytest.mark.parametrize("fields", [SOME[0], SOME[1], SOME[4], SOME[5], SOME[7]], ids=name_of)
 def test_training(fields, tmp_path):
     """Through the Trainer, with what it measures, logs and warns of: each kind of query and of weights."""
     from attnres.training import AttnResTrainer, AttnResTrainingArguments
@@ -814,5 +820,5 @@ def test_multimodal(tmp_path):
     from test_multimodal import CONFIGS, make_base
 
     make_base(next(iter(CONFIGS))).save_pretrained(tmp_path / "base")
-    report = convert(tmp_path / "base", tmp_path / "out", num_heads=2, weights="softmax1", block_size=3)
-    assert report.verification.equal and report.read == "2 heads, weights softmax1"
+    report = convert(tmp_path / "base", tmp_path / "out", num_heads=2, weights="softmax1", stream="kept", block_size=3)
+    assert report.verification.equal and report.read == "2 heads, weights softmax1, stream kept"
