@@ -109,8 +109,8 @@ class BlockCache:
         wide = torch.promote_types(like.dtype, torch.float32)
         self.queries = like.new_empty(num_sites, hidden_size, dtype=wide)
         self.site_queries, self.one_token, self.kernels = self.queries.unbind(0), None, kernels_for(like)
-        meta = like.new_empty(()).expand(self.shape)  # not `like`, which is to go
-        self.reader = Reader(meta, self.eps, self.read_config, self.kernels)
+        without_memory = like.new_empty(()).expand(self.shape)  # not `like`, which is to be freed
+        self.reader = Reader(without_memory, self.eps, self.read_config, self.kernels)
         self.eps_norm, self.closed_sum = self.reader.eps_norm_of(self.eps), None
         num_rows = num_tokens * num_heads
         if self.read_config.keeps_stream:

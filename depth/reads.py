@@ -86,7 +86,10 @@ class ReadConfig:
     @classmethod
     def of_numbers(cls, numbers: Sequence[int]) -> "ReadConfig | None":
         """The read that has these numbers; `None` if this version of the code knows none."""
-        num_heads, rank, *places = [*numbers, 0] if len(numbers) == 5 else numbers if len(numbers) == 6 else (0,) * 6
+        numbers = [*numbers, 0] if len(numbers) == 5 else numbers  # from before the stream could be kept
+        if len(numbers) != 2 + len(READS):
+            return None
+        num_heads, rank, *places = numbers
         if num_heads < 1 or not all(0 <= place < len(choices) for choices, place in zip(READS.values(), places)):
             return None
         query, *others = (choices[place] for choices, place in zip(READS.values(), places))

@@ -303,6 +303,7 @@ def test_threads(case, inputs):
         check(grads, expected)
 
 
+@pytest.mark.slow
 def test_compiled_autograd_of_a_forward_pass_that_is_not_compiled(inputs):
     """It lifts what a node saves out of the graph, and phase 2 asks for what another node has saved."""
     from torch._dynamo import compiled_autograd
@@ -355,7 +356,7 @@ def test_other_dtypes(case, inputs, dtype):
         assert error < tolerance
 
 
-@pytest.mark.one_in(1)
+@pytest.mark.one_in(1)  # all of them: each reads differently
 @pytest.mark.parametrize("read_config", READS.values(), ids=ReadConfig.in_words)
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 def test_block_cache_of_many_blocks(read_config, block_size):

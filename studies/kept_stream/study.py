@@ -61,7 +61,7 @@ def of_two_depths() -> dict[Run, dict[str, Any]]:
 
 @app.callback()
 def main():
-    """A command by its name, of which there will be more."""
+    """Small models from scratch whose reads are added to the residual stream."""
 
 
 @app.command("run")
