@@ -10,6 +10,8 @@ import pytest
 import torch
 import typer
 
+from studies.common.runs import Run
+from studies.kept_stream import retrofit as kept_retrofit
 from studies.long_retrofit import study as long_retrofit
 from studies.retrofit import study as retrofit_study
 from studies.retrofit.study import ARMS, METRICS, SEEDS, TUNING_SEED, next_run, report
@@ -94,10 +96,46 @@ def test_the_longer_study_has_its_runs_in_order():
         runs.append(run)
         found[run] = {"tuning": abs(math.log(run.learning_rate / 9e-5))}
     sweeps = [run for run in runs if run.seed == TUNING_SEED]
-    assert runs[: len(sweeps)] == sweeps and {run.arm for run in sweeps} == {"prenorm", "replaced"}
-    assert [(run.arm, run.steps) for run in runs[len(sweeps) :][:3]] == [
+    assert runs[: len(sweeps)] == sweeps and {run.arm for run in sweeps} == {"prenorm", "replaced", "kept"}
+    assert [(run.arm, run.steps) for run in runs[len(sweeps) :][:4]] == [
         ("prenorm", 500),
         ("prenorm_longer", 625),
         ("replaced", 500),
+        ("kept", 500),
     ]
     assert all(run.learning_rate == 9e-5 for run in runs[len(sweeps) :])
+
+
+def test_the_kept_stream_has_its_runs_in_order():
+    found, runs = {}, []
+    while run := kept_retrofit.next_run(found):
+        runs.append(run)
+        found[run] = {"tuning": abs(math.log(run.learning_rate / 3e-4))}
+    sweeps = [run for run in runs if run.seed == TUNING_SEED]
+    assert runs[: len(sweeps)] == sweeps and {run.arm for run in sweeps} == {*kept_retrofit.ARMS}
+    assert [run.arm for run in runs[len(sweeps) :]] == [*kept_retrofit.ARMS] * 5
+    # The grid of all weights ends below 3e-4
+    assert {run.learning_rate for run in runs[len(sweeps) :] if run.arm == "full_kept"} == {2.7e-4}
+
+
+def test_the_report_of_the_kept_stream(tmp_path, monkeypatch):
+    finals = {arm: i / 10 for i, arm in enumerate(kept_retrofit.ARMS)}
+    runs = [
+        {
+            "run": asdict(Run(arm, seed, 40, 3e-4)),
+            **dict.fromkeys(("tuning", *retrofit_study.METRICS), 2.5 + seed * (1 + finals[arm]) / 100),
+            "trained_parameters": 7,
+        }
+        for arm in kept_retrofit.ARMS
+        for seed in (TUNING_SEED, *range(5))
+    ]
+    (tmp_path / "runs.jsonl").write_text("".join(json.dumps(run) + "\n" for run in runs))
+    monkeypatch.setattr(kept_retrofit, "RUNS", tmp_path / "runs.jsonl")
+    monkeypatch.setattr(kept_retrofit, "SPEED", tmp_path / "speed.json")
+    monkeypatch.setattr(kept_retrofit, "RESULTS", tmp_path)
+    (tmp_path / "speed.json").write_text(json.dumps({"full_kept": {"ratio_quartiles": [1.0, 1.05, 1.1]}}))
+    kept_retrofit.report()
+    lines = (tmp_path / "retrofit.md").read_text().splitlines()
+    assert sum(" | equal tokens | " in line for line in lines) == 6 * len(retrofit_study.METRICS)
+    assert sum(" | equal time | " in line for line in lines) == len(retrofit_study.METRICS)
+    assert any(line.startswith("| all weights, kept stream | all weights, AttnRes | equal tokens") for line in lines)

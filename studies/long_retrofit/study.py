@@ -21,7 +21,8 @@ from attnres.training import AttnResTrainer, AttnResTrainingArguments
 from attnres.training.scaling.sweep import next_rate
 from attnres.utils.timing import machine
 from studies.common.runs import TUNING_SEED, Run, train_missing
-from studies.retrofit.study import QUERY_RATE, figures_in_words, judge, prepare
+from studies.kept_stream.retrofit import prepare_kept
+from studies.retrofit.study import QUERY_RATE, figures_in_words, judge
 
 
 RESULTS = Path(__file__).parent
@@ -29,8 +30,8 @@ STEPS, LONGER, TUNING_STEPS, BATCH = 500, 625, 125, 4
 SEEDS, GRID = range(3), (3e-5, 9e-5, 2.7e-4)
 # Losses of a sweep that are closer than this are alike: five seeds of the short study are 0.013 apart (SD)
 NOISE = 0.01
-# By arm, the folder of `prepare` that holds its model
-ARMS = {"prenorm": "base", "prenorm_longer": "base", "replaced": "attnres"}
+# By arm, the folder of `prepare_kept` that holds its model
+ARMS = {"prenorm": "base", "prenorm_longer": "base", "replaced": "attnres", "kept": "kept"}
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
@@ -122,7 +123,7 @@ def run_all(
 ):
     """Train every run that has no result yet, on one thread."""
     torch.set_num_threads(1)
-    prepare(work, results)
+    prepare_kept(work)
     train_missing(next_run, lambda run: train(run, work), results / "runs.jsonl", figures_in_words)
 
 

@@ -15,6 +15,7 @@ import shutil
 import statistics
 import time
 import zlib
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -69,8 +70,8 @@ METRICS = {
     "quartz": "QuaRTz, points",
     "chat": "loss, the base's own answers",
 }
-# What each arm is compared with
-BESIDE = {"full": "full_prenorm", "lora": "lora_prenorm", "queries": "base", "heads": "queries"}
+# Each arm is compared with the other
+COMPARED = (("full", "full_prenorm"), ("lora", "lora_prenorm"), ("queries", "base"), ("heads", "queries"))
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -78,6 +79,10 @@ app = typer.Typer(add_completion=False, help=__doc__)
 def swept(arm: str) -> str:
     """The arm whose rates are those of this one."""
     return arm.removesuffix("_double")
+
+
+def grid(arm: str) -> tuple[float, ...]:
+    return GRIDS[arm.removesuffix("_prenorm").removesuffix("_kept")]
 
 
 def tuning_losses(found: dict[Run, dict[str, Any]], arm: str) -> dict[float, float]:
@@ -95,7 +100,7 @@ def next_run(found: dict[Run, dict[str, Any]]) -> Run | None:
     rates = {"base": 0.0}
     for arm in map(swept, list(ARMS)[1:]):
         losses = tuning_losses(found, arm)
-        rate = next_rate(losses, GRIDS[arm.removesuffix("_prenorm")], factor=3.0)
+        rate = next_rate(losses, grid(arm), factor=3.0)
         if rate is not None:
             return Run(arm, TUNING_SEED, STEPS, rate)
         rates[arm] = min(losses, key=losses.__getitem__)
@@ -213,11 +218,17 @@ def judge(model, rows: dict[str, Any], only_tuning: bool) -> dict[str, float]:
     return found | {"quartz": 100 * statistics.mean(right)}
 
 
+def only_queries(arm: str) -> bool:
+    return arm in ("queries", "heads", "queries_kept")
+
+
 def make_model(arm: str, seed: int, work: Path):
-    folder = "base" if arm == "base" or "_prenorm" in arm else "heads" if arm == "heads" else "attnres"
+    """The model that an arm starts from, with its adapters; arms that end in `_kept` have a stream that is kept."""
+    plain = arm == "base" or "_prenorm" in arm
+    folder = "base" if plain else "heads" if arm == "heads" else "kept" if arm.endswith("_kept") else "attnres"
     model = AutoModelForCausalLM.from_pretrained(work / folder, dtype=torch.float32)
     set_seed(seed)
-    if arm in ("queries", "heads"):
+    if only_queries(arm):
         return get_peft_model(model, queries_config())
     if arm.startswith("lora"):
         shape = {"r": LORA_RANK, "lora_alpha": 2 * LORA_RANK}
@@ -240,7 +251,7 @@ def train(run: Run, work: Path, save_to: Path | None = None) -> dict[str, Any]:
             run,
             work,
             per_device_train_batch_size=BATCH,
-            query_learning_rate=None if run.arm in ("queries", "heads") else QUERY_RATE,  # `None`: the run's own
+            query_learning_rate=None if only_queries(run.arm) else QUERY_RATE,  # `None`: the run's own
             weight_decay=0.0,
         )
         log = [(entry["step"], entry["loss"]) for entry in trainer.state.log_history if "loss" in entry]
@@ -305,8 +316,19 @@ def speed(
     """Seconds of a training step of the arms that are compared at equal time, in turn, on one thread."""
     torch.set_num_threads(1)
     prepare(work, results)
+    figures = time_steps((("full_prenorm", "full"), ("lora_prenorm", "lora")), work, pairs)
+    write_file(results / "speed.json", json.dumps(figures, indent=1) + "\n")
+    console.print(figures)
+
+
+def time_steps(arms: Sequence[tuple[str, str]], work: Path, pairs: int) -> dict[str, Any]:
+    """Time training steps of all arms in turn: by arm, median seconds, and quartiles of the ratio to its PreNorm.
+
+    Args:
+        arms: pairs, PreNorm first.
+        pairs: steps of each model.
+    """
     ids = torch.load(work / "rows.pt")["train"][:BATCH]
-    arms = [arm for pair in (("full_prenorm", "full"), ("lora_prenorm", "lora")) for arm in pair]
 
     def step_of(arm: str):
         model = make_model(arm, 0, work).train()
@@ -319,31 +341,86 @@ def speed(
 
         return step
 
-    seconds = alternate([step_of(arm) for arm in arms], pairs, "Training steps")
+    names = [arm for pair in arms for arm in pair]
+    seconds = alternate([step_of(arm) for arm in names], pairs, "Training steps")
     figures = {}
-    for i, arm in enumerate(arms):
+    for i, arm in enumerate(names):
         ratios = seconds[:, i] / seconds[:, i - i % 2]
         quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=ratios.dtype)).tolist()
         figures[arm] = {"seconds": seconds[:, i].median().item(), "ratio_quartiles": quartiles}
-    write_file(results / "speed.json", json.dumps(figures, indent=1) + "\n")
-    console.print(figures)
+    return figures
 
 
 def differences(
-    finals: dict[tuple[str, int], dict[str, Any]], seeds: list[int], speeds: dict[str, Any]
-) -> dict[tuple[str, str, str], list[float]]:
-    """By metric, arm and kind of comparison, of each seed."""
+    finals: dict[tuple[str, int], dict[str, Any]],
+    seeds: list[int],
+    speeds: dict[str, Any],
+    compared: Sequence[tuple[str, str]] = COMPARED,
+) -> dict[tuple[str, str, str, str], list[float]]:
+    """By metric, arm, the arm it is compared with and kind of comparison, the difference of each seed."""
     found = {}
     for metric in METRICS:
-        for arm, other in BESIDE.items():
+        for arm, other in compared:
             pairs = [(finals[arm, s][metric], finals[other, 0 if other == "base" else s][metric]) for s in seeds]
-            found[metric, arm, "equal tokens"] = [a - b for a, b in pairs]
+            found[metric, arm, other, "equal tokens"] = [a - b for a, b in pairs]
             if f"{other}_double" not in ARMS or arm not in speeds:
                 continue
             twice = [finals[f"{other}_double", s][metric] for s in seeds]
             longer = at_equal_time([once for _, once in pairs], twice, speeds[arm]["ratio_quartiles"][1])
-            found[metric, arm, "equal time"] = [a - b for (a, _), b in zip(pairs, longer)]
+            found[metric, arm, other, "equal time"] = [a - b for (a, _), b in zip(pairs, longer)]
     return found
+
+
+def means_table(finals: dict[tuple[str, int], dict[str, Any]], seeds: list[int], arms: dict[str, str]) -> list[str]:
+    """Lines of Markdown: a row for each arm, its metrics as means over the seeds."""
+    lines = [
+        f"| | trained parameters | learning rate | {' | '.join(METRICS.values())} |",
+        "|---" * (3 + len(METRICS)) + "|",
+    ]
+    for arm, label in arms.items():
+        of_arm = [finals[arm, s] for s in ([0] if arm == "base" else seeds)]
+        figures = [f"{statistics.mean(r[m] for r in of_arm):.4f}" for m in METRICS]
+        run = of_arm[0]["run"]
+        lines.append(
+            f"| {label} | {of_arm[0]['trained_parameters']:,} | {run['learning_rate']:g} | {' | '.join(figures)} |"
+        )
+    return lines
+
+
+def differences_tables(rows: dict[tuple[str, str, str, str], list[float]], arms: dict[str, str]) -> list[str]:
+    """Lines of Markdown: a table for each metric, a row for each comparison; p is corrected over all of them."""
+    constant = {key for key, values in rows.items() if max(values) == min(values)}
+    corrected = corrected_p({key: values for key, values in rows.items() if key not in constant})
+    lines = []
+    for metric, label in METRICS.items():
+        lines += [
+            "",
+            f"## {label}",
+            "",
+            "| | less | | by seed | mean [95 %] | p (Holm) |",
+            "|---|---|---|---|---|---|",
+        ]
+        of_metric = {key: values for key, values in rows.items() if key[0] == metric}
+        for (_, arm, other, kind), values in of_metric.items():
+            by_seed = ", ".join(f"{d:+.4f}" for d in values)
+            if (metric, arm, other, kind) in constant:
+                lines.append(f"| {arms[arm]} | {arms[other]} | {kind} | {by_seed} | the same in every seed | |")
+                continue
+            p = corrected[metric, arm, other, kind]
+            mean = bold_if_certain(in_words(values, 4), p)
+            lines.append(f"| {arms[arm]} | {arms[other]} | {kind} | {by_seed} | {mean} | {p:.3f} |")
+        spread = {key: values for key, values in of_metric.items() if key[3] == "equal tokens"}
+        lines += ["", f"Before correction, a difference of {detectable(spread):.4f} is found with probability 0.8."]
+    return lines
+
+
+def sweeps_table(found: dict[Run, dict[str, Any]], arms: dict[str, str]) -> list[str]:
+    """Lines of Markdown: the tuning losses of each arm that has a sweep."""
+    lines = ["", "## Tuning loss by learning rate", "", "| | learning rate: loss |", "|---|---|"]
+    for arm, label in arms.items():
+        if losses := tuning_losses(found, arm):
+            lines.append(f"| {label} | {', '.join(f'{rate:g}: {loss:.3f}' for rate, loss in losses.items())} |")
+    return lines
 
 
 # By the weights that are trained; filled with AttnRes, empty in PreNorm
@@ -397,46 +474,9 @@ def report(results: Annotated[Path, typer.Option(help="Folder with the figures o
         f"By the [protocol](protocol.md), seeds {seeds[0]} to {seeds[-1]}.",
         "",
     ]
-    lines += [
-        f"| | trained parameters | learning rate | {' | '.join(METRICS.values())} |",
-        "|---" * (3 + len(METRICS)) + "|",
-    ]
-    for arm, label in ARMS.items():
-        of_arm = [finals[arm, s] for s in ([0] if arm == "base" else seeds)]
-        figures = [f"{statistics.mean(r[m] for r in of_arm):.4f}" for m in METRICS]
-        run = of_arm[0]["run"]
-        lines.append(
-            f"| {label} | {of_arm[0]['trained_parameters']:,} | {run['learning_rate']:g} | {' | '.join(figures)} |"
-        )
-    rows = differences(finals, seeds, speeds)
-    constant = {key for key, values in rows.items() if max(values) == min(values)}
-    corrected = corrected_p({key: values for key, values in rows.items() if key not in constant})
-    for metric, label in METRICS.items():
-        lines += [
-            "",
-            f"## {label}",
-            "",
-            "| | less | | by seed | mean [95 %] | p (Holm) |",
-            "|---|---|---|---|---|---|",
-        ]
-        for (of_metric, arm, kind), values in rows.items():
-            if of_metric != metric:
-                continue
-            by_seed = ", ".join(f"{d:+.4f}" for d in values)
-            if (metric, arm, kind) in constant:
-                lines.append(f"| {ARMS[arm]} | {ARMS[BESIDE[arm]]} | {kind} | {by_seed} | the same in every seed | |")
-                continue
-            p = corrected[metric, arm, kind]
-            mean = bold_if_certain(in_words(values, 4), p)
-            lines.append(f"| {ARMS[arm]} | {ARMS[BESIDE[arm]]} | {kind} | {by_seed} | {mean} | {p:.3f} |")
-        spread = {
-            arm: v for (of_metric, arm, kind), v in rows.items() if of_metric == metric and kind == "equal tokens"
-        }
-        lines += ["", f"Before correction, a difference of {detectable(spread):.4f} is found with probability 0.8."]
-    lines += ["", "## Tuning loss by learning rate", "", "| | learning rate: loss |", "|---|---|"]
-    for arm in arms:
-        if losses := tuning_losses(found, arm):
-            lines.append(f"| {ARMS[arm]} | {', '.join(f'{rate:g}: {loss:.3f}' for rate, loss in losses.items())} |")
+    lines += means_table(finals, seeds, ARMS)
+    lines += differences_tables(differences(finals, seeds, speeds), ARMS)
+    lines += sweeps_table(found, ARMS)
     write_file(results / "table.md", "\n".join(lines) + "\n")
     paths = [results / "table.md", *plot_retention(finals, seeds, results / "retention")]
     console.print(*(f"Wrote {path}" for path in paths), sep="\n", highlight=False)
