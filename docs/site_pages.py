@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A hook of MkDocs: pages and files that lie outside of `docs/`, and the command line's page.
+"""A hook of MkDocs: pages and files that lie outside of `docs/`.
 
 The Markdown files are written for a reader on GitHub, whose links are relative to where a file lies in the repository.
 On the site the README is the first page, and what the pages link to outside of `docs/` is copied.
@@ -7,36 +7,16 @@ On the site the README is the first page, and what the pages link to outside of 
 
 import posixpath
 import re
-import tempfile
 from pathlib import Path
 
-import typer.main
-from mkdocs.plugins import event_priority
 from mkdocs.structure.files import File, Files, InclusionLevel
-from typer.cli import get_docs_for_click
-
-from attnres.cli import app
 
 
 ROOT = Path(__file__).resolve().parents[1]
 # Where they are on the site, by where they are in the repository
 PAGES = {"README.md": "index.md", "CHANGELOG.md": "changelog.md", "CONTRIBUTING.md": "contributing.md"}
-COMMANDS = "<!-- commands -->"
 # Code, which stays as it is, or the target of a link or an image
 CODE_OR_TARGET = re.compile(r"```.*?```|`[^`]*`|(?<=\]\()[^)\s]+(?=\))", flags=re.DOTALL)
-
-# The checkout may have any name, and more in it than the package, such as .venv. mkdocstrings reads all that is there
-packages = tempfile.TemporaryDirectory()
-package = Path(packages.name) / "attnres"
-package.mkdir()
-for path in ROOT.iterdir():
-    if path.suffix in (".py", ".pyi") or (path / "__init__.py").exists():
-        (package / path.name).symlink_to(path)
-
-
-@event_priority(100)  # before mkdocstrings reads its own
-def on_config(config):
-    config.plugins["mkdocstrings"].config.handlers["python"]["paths"] = [packages.name]
 
 
 def on_files(files: Files, config) -> Files:
@@ -55,16 +35,7 @@ def on_files(files: Files, config) -> Files:
 
 
 def on_page_markdown(markdown: str, page, config, files) -> str:
-    markdown = CODE_OR_TARGET.sub(lambda match: site_target(match.group(), page.file.src_uri), markdown)
-    if COMMANDS in markdown:
-        command = typer.main.get_command(app)
-        context = typer.Context(command)
-        for name in command.list_commands(context):
-            documentation = get_docs_for_click(
-                obj=command.get_command(context, name), ctx=context, indent=1, call_prefix="attnres"
-            )
-            markdown = markdown.replace(COMMANDS, f"{documentation}\n{COMMANDS}")
-    return markdown
+    return CODE_OR_TARGET.sub(lambda match: site_target(match.group(), page.file.src_uri), markdown)
 
 
 def site_target(target: str, page: str) -> str:
