@@ -26,45 +26,47 @@ ROOT = Path(__file__).parents[2]
 PAGE, RECORD = ROOT / "docs/families.md", ROOT / "base/families.json"
 HEAD = """# Which decoders can be a base
 
-This page lists every type that transformers {version} has a causal language model of. {supported} are supported,
-{refused} are refused, and {others} are not decoders. `attnres families` shows the same. For any other checkpoint,
-`attnres families --probe FOLDER_OR_ID` says whether it can be a base, and where its code reads its residual stream and
-writes to it.
+Of the model types for which transformers {version} has a causal language model, {supported} are supported,
+{refused} are refused, and {others} are not decoders. `attnres families` shows the same list. For any other checkpoint,
+run `attnres families --probe FOLDER_OR_ID`: it says whether the checkpoint can be a base, and where its code reads
+and writes the residual stream.
 
-The figures were made with a tiny model of each type with random weights, in fp64 where it runs in that ({fp32} do
-not): `python tests/tools/family_survey.py A.json` and `python tests/tools/families_page.py --survey A.json`, on x86-64
-CPUs. The survey did not record its commits; it came in with f5d6141 to 67bd34d, type by type. These are the
-relative differences of logits, the largest of all supported types in fp64, of blocks of 1, 2 and 3 sublayers:
+Every type was measured with a tiny model with random weights, in fp64 where the type supports it ({fp32} do not), with
+blocks of 1, 2 and 3 sublayers (`python tests/tools/family_survey.py A.json`, then
+`python tests/tools/families_page.py --survey A.json`, on x86-64 CPUs). The survey did not record its commits; its
+results were committed in f5d6141 to 67bd34d, type by type. The table shows the largest relative difference of logits
+over all supported types in fp64:
 
 | | largest difference |
 |---|---|
-| queries of zero, against the base | {zero_queries} |
-| random queries, against the definition | {random_queries} |
-| training against inference | {training_mode} |
-| weights over depth, against the definition | {depth_attentions} |
-| a model that was saved and loaded | {saved} |
+| queries of zero, compared with the base | {zero_queries} |
+| random queries, compared with the definition | {random_queries} |
+| training, compared with inference | {training_mode} |
+| weights over depth, compared with the definition | {depth_attentions} |
+| a model that was saved and loaded again | {saved} |
 
-`attnres convert` makes a checkpoint of {converted} that computes the same, and `attnres revert` gives the base's
-weights back byte for byte.
+`attnres convert` works for {converted}, and the result computes the same as the base. `attnres revert` restores the
+base's weights byte for byte.
 
-The definition is written on what the base's own code computes, operation by operation
-(`tests/helpers/literal_definition.py`). It shares no code with the package, but it shares its idea of what writes to
-the residual stream and what reads it.
+The definition (`tests/helpers/literal_definition.py`) follows the operations that the base's own code computes. It
+shares no code with the package, but it makes the same assumptions about what writes to the residual stream and what
+reads it.
 
 ## Supported
 
 | column | what it says |
 |---|---|
-| additions | how often each layer adds to the residual stream |
-| zero queries, random queries | the difference to the base and to the definition, as above |
-| cached | generation with the KV cache against one pass without it, of the AttnRes model and of its base |
-| padded | generation from a prompt with padding in front of it against the prompt alone, of both |
-| packing | whether documents in one row are kept apart, so that `attnres finetune` packs them |
+| additions | how many times each layer adds to the residual stream |
+| zero queries, random queries | the difference from the base and from the definition, as above |
+| cached | the difference between generation with the KV cache and one pass without it, for the AttnRes model and for \
+its base |
+| padded | the difference between a prompt with padding before it and the prompt alone, for both |
+| packing | whether the model keeps documents in one row apart, so that `attnres finetune` can pack them |
 | compile | whether `torch.compile(fullgraph=True)` captures the model as one graph |
-| TP, checkpointing, engines | what the base says it can do: tensor parallelism, gradient checkpointing, and \
-attention that serving engines put in its place, vLLM's Transformers backend among them |
+| TP, checkpointing, engines | what the base declares: tensor parallelism, gradient checkpointing, and attention that \
+serving engines such as vLLM can replace |
 
-Where *cached* or *padded* differ by more than rounding, they do so in the base as well.
+Where *cached* or *padded* differ by more than rounding, the base does so as well.
 
 | type | additions | zero queries | random queries | cached: AttnRes | base | padded: AttnRes | base | KV cache | \
 packing | compile | TP | checkpointing | engines |
@@ -74,24 +76,26 @@ COMMANDS_HEAD = """
 
 ## Through the commands and in vLLM
 
-A tiny checkpoint of each type with random weights went through the commands (`python tests/tools/family_commands.py
-B.json`), and through vLLM where the base has attention that engines can replace (`python tests/tools/vllm_greedy.py
---survey C.json`, vLLM 0.32.0 on a CPU, transformers 5.19, eager, fp32, random queries). Tensor parallelism is that of
-`attnres pretrain` in two processes (`python tests/tools/family_tensor_parallel.py D.json`), where transformers has a
-plan for the base; `tp_size` is refused where it is not right, be it in an older version: lfm2, lfm3, phimoe and
-seed_oss are right in 5.24 and not in 5.23.
+A tiny checkpoint of each type, with random weights, was run in three ways:
+
+- through the commands (`python tests/tools/family_commands.py B.json`);
+- through vLLM, if engines can replace the attention of the base (`python tests/tools/vllm_greedy.py --survey C.json`,
+  vLLM 0.32.0 on a CPU, transformers 5.19, eager, fp32, random queries);
+- through `attnres pretrain` with tensor parallelism in two processes, if transformers has a plan for the base
+  (`python tests/tools/family_tensor_parallel.py D.json`). `tp_size` is refused for types whose gradients are wrong,
+  even if only in an older version: those of lfm2, lfm3, phimoe and seed_oss are right in 5.24, but not in 5.23.
 
 | column | what it says |
 |---|---|
-| evaluation | `attnres eval`: conversion and base have the same scores |
-| fine-tuning | `attnres finetune`, two steps with `mode: lora`: losses are finite and the queries move |
-| inspection | what `attnres inspect` measures: weights that sum up to one |
-| Kimi's naming | `attnres export` and `attnres import`: the same logits there and back (fla has only \
-llama, mistral, qwen2 and qwen3) |
-| vLLM | all greedy tokens are the likeliest by transformers, and how far log-probabilities are off (queries and \
-weights are random and large, which makes more of rounding than trained ones do) |
-| TP gradients | the largest difference of a gradient from that of one process, relative (1e-7 where the base \
-computes in fp32) |
+| evaluation | `attnres eval` gives the converted model and the base the same scores |
+| fine-tuning | in two steps of `attnres finetune` with `mode: lora`, losses are finite and the queries change |
+| inspection | the weights that `attnres inspect` measures sum to one |
+| Kimi's naming | after `attnres export` and `attnres import`, logits are the same (fla only has llama, mistral, \
+qwen2 and qwen3) |
+| vLLM | the difference of log-probabilities from those of transformers, if every greedy token is also transformers' \
+likeliest one (random, large queries and weights amplify rounding more than trained ones) |
+| TP gradients | the largest relative difference of a gradient from that of one process (1e-7 if the base computes in \
+fp32) |
 
 | type | evaluation | fine-tuning | inspection | Kimi's naming | vLLM | TP gradients |
 |---|---|---|---|---|---|---|
@@ -160,7 +164,7 @@ def record_vllm(supported: dict, results: dict):
                 f"; of the base {base['total'] - base['equal']}" if isinstance(base, dict) else "; the base fails"
             )
         else:
-            fails_as_well = "" if isinstance(base, dict) else " (so it is with the base itself)"
+            fails_as_well = "" if isinstance(base, dict) else " (as with the base itself)"
             supported[name]["vllm"] = sentence(name, ours) + fails_as_well
 
 
@@ -168,7 +172,7 @@ def record_tensor_parallel(supported: dict, results: dict):
     """Add how far gradients over two processes are off, or why they are not right."""
     for name, found in results.items():
         if isinstance(found, float) and found > 1e-5:
-            found = "gradients over several processes are not those of one"
+            found = "gradients over several processes differ from those of one"
         elif isinstance(found, str):
             found = "its model does not run over several processes: " + sentence(name, found)
         supported[name]["tp_training"] = rounded(found) or found
@@ -183,8 +187,8 @@ def sentence(name: str, error: str | None) -> str | None:
     text = re.sub(r"^(Layer \d+).* does not dispatch", r"A layer does not dispatch", text)
     text = re.sub(r"model\.h\.\d.*", "model.h ...", text)
     if "validation error for ModelConfig" in text:
-        return "the base's config of transformers 5.19 refuses what transformers itself has written of it"
-    return "the engine ends without a word" if "<unknown>" in text or text == "AssertionError" else text
+        return "transformers 5.19 refuses the config of the base that transformers itself wrote"
+    return "the engine ends without an error message" if "<unknown>" in text or text == "AssertionError" else text
 
 
 def rounded(value):
@@ -209,7 +213,7 @@ def row(name: str, found: dict) -> str:
 
 
 def command_rows(supported: dict) -> str:
-    """A row for each type; what does not work has a number, and its reason stands below the table."""
+    """A row for each type; what does not work has a number, and its reason is below the table."""
     reasons: list[str] = []
 
     def cell(value) -> str:
@@ -246,8 +250,8 @@ def page(recorded: dict) -> str:
         refused=len(refused),
         others=len(others),
         fp32=len(supported) - len(exact),
-        converted="each" + (f" but {', '.join(not_converted)}" if not_converted else ""),
-        saved="rounding" + (f" (not {', '.join(off)}, whose base is not the same either)" if off else ""),
+        converted="each type" + (f" but {', '.join(not_converted)}" if not_converted else ""),
+        saved="rounding" + (f", except for {', '.join(off)}, where the base differs as well" if off else ""),
         **{key: number(max(found[key] for found in exact if found[key] is not None)) for key in ERRORS},
     )
     text += "\n".join(row(name, found) for name, found in supported.items())

@@ -18,7 +18,7 @@ from transformers.utils import logging
 def main():
     logging.set_verbosity_error()
     input_ids = torch.randint(3, 97, (3, 11), generator=torch.Generator().manual_seed(0))
-    print("| base | Full | blocks of 2 | blocks of 3 | eps left alone |\n|---|---|---|---|---|")
+    print("| base | Full | blocks of 2 | blocks of 3 | not multiplied |\n|---|---|---|---|---|")
     for family in FAMILIES:
         errors = []
         base_model = tiny_base_model(family)
