@@ -111,33 +111,33 @@ class AttnResConfig(PreTrainedConfig):
         configuration is a field of this one.
     attn_res_block_size (`int`, *optional*, defaults to 8):
         Number of sublayers (an attention or an MLP each; a decoder layer has two) whose outputs are summed into one
-        source. 1 is Full AttnRes. The last block is short when it does not divide the number of sublayers.
+        source. 1 is Full AttnRes. The last block is shorter if this does not divide the number of sublayers.
     attn_res_norm_eps (`float`, *optional*, defaults to 1e-06):
         Epsilon of the RMSNorm on the keys of depth attention.
     attn_res_scale_norm_eps (`bool`, *optional*, defaults to `False`):
-        Whether every read is multiplied by its number of sources, which to the norm behind it is the same as an
-        epsilon divided by the square of that number, hence the name (by 2 if weights are a sigmoid, and one source
-        more if they are `"softmax1"`). With queries of zero a read is then the residual
-        stream, and the model computes exactly what its base computes. `attn_res_scale_reads` is another name of it, in
-        code and not in files.
+        Whether every read is multiplied by its number of sources (by 2 if weights are a sigmoid, and by one more than
+        the number of sources if they are `"softmax1"`). With queries of zero, a read is then equal to the residual
+        stream, and the model computes exactly what its base computes. For the norm that follows, this is the same as
+        dividing its epsilon by the square of that number, hence the name. In code, but not in files, the field is also
+        called `attn_res_scale_reads`.
     attn_res_sublayers (`list[int]`, *optional*):
-        How often each decoder layer adds to the residual stream, usually 2. Counted by a run of the base without
-        weights where it is not given, or not for this number of layers.
+        How many times each decoder layer adds to the residual stream, usually 2. If it is missing or does not match
+        the number of layers, it is counted in a run of the base without weights.
     attn_res_num_heads (`int`, *optional*, defaults to 1):
-        Number of heads of a read. Each reads its slice of the hidden dimension with weights of its own.
+        Number of heads of a read. Each head reads its slice of the hidden dimension with separate weights.
     attn_res_query (`str`, *optional*, defaults to `"learned"`):
-        What a query is made of: `"learned"` is a vector of each site, `"input"` a projection of the newest source at
-        the site, and `"hybrid"` the sum of both.
+        How queries are made: `"learned"` is one vector per site, `"input"` a projection of the newest source at the
+        site, and `"hybrid"` the sum of both.
     attn_res_query_rank (`int`, *optional*):
-        Rank of that projection; `None` is a whole matrix of each site.
+        Rank of that projection. With `None`, it is a full matrix for each site.
     attn_res_weights (`str`, *optional*, defaults to `"softmax"`):
-        How scores become weights: `"softmax"`, `"sigmoid"`, or `"softmax1"`, a softmax with one score more, which is
-        zero and reads nothing.
+        How scores become weights: `"softmax"`, `"sigmoid"`, or `"softmax1"`, a softmax with an additional score of
+        zero whose weight reads nothing.
     attn_res_open_block (`str`, *optional*, defaults to `"sum"`):
-        What can be read of the open block: the `"sum"` of its outputs, or `"each"` of them.
+        How the open block is read: as the `"sum"` of its outputs, or `"each"` output as a source.
     attn_res_stream (`str`, *optional*, defaults to `"replaced"`):
-        What a sublayer is given: `"replaced"` is the mix of the sources alone, in place of the residual stream, as in
-        the paper; `"kept"` is the residual stream plus the mix (arXiv 2605.18855).
+        What a sublayer gets: with `"replaced"` the mix of the sources instead of the residual stream, as in the paper;
+        with `"kept"` the residual stream plus the mix (arXiv 2605.18855).
 
     ```python
     >>> from attnres import AttnResConfig, AttnResForCausalLM
@@ -225,7 +225,7 @@ class AttnResConfig(PreTrainedConfig):
 
     @property
     def attn_res_scale_reads(self) -> bool:
-        """`attn_res_scale_norm_eps`, by what is done."""
+        """Another name for `attn_res_scale_norm_eps`."""
         return self.attn_res_scale_norm_eps
 
     @attn_res_scale_reads.setter
@@ -234,14 +234,14 @@ class AttnResConfig(PreTrainedConfig):
 
     @property
     def num_sites(self) -> int:
-        """Number of places where depth is read: in front of every sublayer, and behind the last one."""
+        """Number of places where the model reads over depth: before every sublayer, and after the last one."""
         return sum(self.sublayers_per_layer()) + 1
 
     def sublayers_per_layer(self) -> list[int]:
-        """How often each decoder layer adds to the residual stream, as probed once.
+        """How many times each decoder layer adds to the residual stream. Counted once, in a run without weights.
 
         Raises:
-            ValueError: if the base does more to its residual stream than to add to it and to read it.
+            ValueError: if the base does more to its residual stream than read it and add to it.
         """
         if self.attn_res_sublayers is None or len(self.attn_res_sublayers) != self.num_hidden_layers:
             from .base.probe import probe_sublayers
@@ -253,7 +253,7 @@ class AttnResConfig(PreTrainedConfig):
     def from_base_config(
         cls, base_config: PreTrainedConfig, block_size: int | None = None, num_blocks: int | None = None, **kwargs
     ) -> "AttnResConfig":
-        """Configuration of the AttnRes model on a base, the inverse of `to_base_config`.
+        """Make the configuration of an AttnRes model from that of its base. The inverse of `to_base_config`.
 
         Args:
             base_config (`PreTrainedConfig`):
@@ -261,13 +261,13 @@ class AttnResConfig(PreTrainedConfig):
             block_size (`int`, *optional*):
                 Sublayers per block, 8 if neither this nor `num_blocks` is given.
             num_blocks (`int`, *optional*):
-                Number of blocks wanted, at most that of the sublayers: takes the smallest block size that makes no
-                more than that.
+                Number of blocks, at most the number of sublayers. The block size is the smallest one that gives no
+                more blocks than this.
             kwargs:
                 Other fields of `AttnResConfig`, such as `attn_res_scale_norm_eps`.
 
         Raises:
-            ValueError: for an unsupported base, or if both or impossible numbers are given.
+            ValueError: if the base is not supported, both numbers are given, or one is impossible.
         """
         from .base.probe import probe_sublayers
 
@@ -307,7 +307,7 @@ class AttnResConfig(PreTrainedConfig):
         return config
 
     def to_base_config(self) -> PreTrainedConfig:
-        """The base architecture's configuration, the inverse of `from_base_config`."""
+        """Make the configuration of the base. The inverse of `from_base_config`."""
         base_class = base_config_class(self.base_model_type)
         left_out = {"base_model_type", "auto_map", "output_depth_attentions", *MIRRORED_ATTRIBUTES}
         values = {
@@ -334,7 +334,7 @@ class AttnResConfig(PreTrainedConfig):
 
     @classmethod
     def from_dict(cls, config_dict: dict[str, Any], **kwargs):
-        """As in transformers, fields that the architecture does not know become attributes: files may carry some."""
+        """As in transformers, unknown fields become attributes, because files may contain some."""
         config_dict = adopt_base_dict(config_dict)
         base_class = base_config_class(config_dict.get("base_model_type", cls.base_model_type))
         own = {field.name for field in fields(cls)}
@@ -347,7 +347,7 @@ class AttnResConfig(PreTrainedConfig):
         return result
 
     def save_pretrained(self, save_directory: str | os.PathLike, push_to_hub: bool = False, **kwargs):
-        """As in transformers. A config that names its code takes it along, and so does one of a registered class."""
+        """As in transformers. The code is saved as well if the config names it or its class is registered."""
         config_class = type(self)
         registered = vars(config_class).get("_auto_class")
         if not (getattr(self, "auto_map", None) or registered):

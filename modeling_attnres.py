@@ -56,6 +56,8 @@ _DEPTH_ATTENTIONS_OF_STEPS = contextvars.ContextVar("depth_attentions_of_steps",
 
 # Documented by its base, as those below. trf-ignore: TRF057
 class AttnResPreTrainedModel(PreTrainedModel):
+    """The class that all AttnRes models share. An object of it is also one of its base's class."""
+
     config: AttnResConfig
     base_model_prefix = "model"
     supports_gradient_checkpointing = True
@@ -164,10 +166,10 @@ class AttnResPreTrainedModel(PreTrainedModel):
         super()._set_gradient_checkpointing(enable, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
-        """As in transformers. A model from a folder that carries its code is saved with the code.
+        """As in transformers. A model that was loaded from a folder with its code is saved with the code.
 
         Raises:
-            ValueError: for a stage of `DistributedConfig(pp_size=...)`, which has a part of the weights.
+            ValueError: for a stage of `DistributedConfig(pp_size=...)`, which has only some of the weights.
         """
         if hasattr(self, "_pp_stage"):
             raise ValueError(
@@ -202,7 +204,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
         return PreTrainedModel._finalize_model_loading(model, load_config, loading_info)
 
     def push_to_hub(self, repo_id: str, **kwargs) -> str:
-        """As in transformers. The code goes along, so that the model loads where `attnres` is not installed."""
+        """As in transformers. The code is uploaded as well, so the model loads without `attnres` installed."""
         model_class = type(self)
         if model_class.is_remote_code():
             return super().push_to_hub(repo_id, **kwargs)
@@ -238,14 +240,14 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
 
     # trf-ignore: TRF057
     def forward(self, input_ids: torch.LongTensor | None = None, **kwargs) -> ModelOutput:
-        """The base's forward, with its arguments and outputs, and with two arguments more.
+        """The forward of the base, with the same arguments and outputs, and two more arguments.
 
         Args:
             output_depth_attentions (`bool`, *optional*):
                 Whether to return `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site: the
-                weights with which a read mixes the embedding, the closed blocks and the partial sum, in this order.
+                weights of the embedding, the closed blocks and the partial sum, in this order.
             depth_recorder (`DepthRecorder`, *optional*):
-                Sees every read and write of this call, and may leave out sources.
+                Records every read and write of this call, and can mask sources.
         """
         raise NotImplementedError("`with_depth_attentions` puts the base's forward in its place.")
 
@@ -311,18 +313,18 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         kv_cache=None,
         outputs: Sequence[torch.Tensor] = (),
     ) -> DepthStream:
-        """A stream that goes on from some site. A pipeline stage is called with it as `inputs_embeds`.
+        """Make a stream that continues at some site. A pipeline stage is called with it as `inputs_embeds`.
 
         Args:
             blocks: the embedding and the closed blocks, each `[batch, seq, hidden]`.
             partial: the sum of the outputs in the open block, `[batch, seq, hidden]`, if there is one.
-            site: the number of outputs that blocks and partial sum are made of.
-            recorder: of this forward pass.
-            kv_cache: whose generation shares its buffers from step to step.
-            outputs: those in the open block, each `[batch, seq, hidden]`, if `attn_res_open_block` is "each".
+            site: the number of outputs that have been written so far.
+            recorder: the recorder of this forward pass, if there is one.
+            kv_cache: the KV cache of the generation, whose steps share the buffers of reads.
+            outputs: the outputs in the open block, each `[batch, seq, hidden]`, if `attn_res_open_block` is "each".
 
         Raises:
-            ValueError: if the config was changed since the model was made, or the parts do not fit the site.
+            ValueError: if the config has changed since the model was made, or the parts do not fit the site.
         """
         config = self.config
         self.depth_queries.check_unchanged(config)
@@ -350,7 +352,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         return stream.keep_in(BlockCache.beside(kv_cache) if reuse else BlockCache())
 
     def fold_queries(self) -> tuple[torch.Tensor, ...]:
-        """What the forward of the depth queries gives, `[sites, hidden]` first."""
+        """The folded queries of all sites, `[sites, hidden]`. If they see the input, key norms and projections too."""
         return fold_queries(self.depth_queries)
 
 
@@ -450,9 +452,9 @@ class AttnResGenerationMixin(GenerationMixin):
 class AttnResForCausalLM(AttnResPreTrainedModel, AttnResGenerationMixin):
     """The base's causal language model, with reads over depth.
 
-    `generate(output_depth_attentions=True, return_dict_in_generate=True)` returns `depth_attentions` as it returns
-    `attentions`: one element for each generated token, of one tensor `(batch_size, generated_length, sources)` for
-    each site.
+    `generate(output_depth_attentions=True, return_dict_in_generate=True)` returns `depth_attentions` in the same form
+    as `attentions`: for each generated token, a tuple of one tensor `(batch_size, generated_length, sources)` for each
+    site.
     """
 
     forward = AttnResModel.forward
@@ -465,6 +467,8 @@ class AttnResForCausalLM(AttnResPreTrainedModel, AttnResGenerationMixin):
 
 # The generic heads make their model through `AutoModel`, which knows nothing of code from a Hub repository
 class AttnResForSequenceClassification(GenericForSequenceClassification, AttnResPreTrainedModel):
+    """The decoder of the base with reads over depth, and a linear layer that classifies the sequence."""
+
     forward = with_depth_attentions(GenericForSequenceClassification.forward)
 
     def __init__(self, config: AttnResConfig):
@@ -477,6 +481,8 @@ class AttnResForSequenceClassification(GenericForSequenceClassification, AttnRes
 
 
 class AttnResForTokenClassification(GenericForTokenClassification, AttnResPreTrainedModel):
+    """The decoder of the base with reads over depth, and a linear layer that classifies each token."""
+
     forward = with_depth_attentions(GenericForTokenClassification.forward)
 
     def __init__(self, config: AttnResConfig):
@@ -491,6 +497,8 @@ class AttnResForTokenClassification(GenericForTokenClassification, AttnResPreTra
 
 
 class AttnResForQuestionAnswering(GenericForQuestionAnswering, AttnResPreTrainedModel):
+    """The decoder of the base with reads over depth, and a linear layer that scores starts and ends of answers."""
+
     forward = with_depth_attentions(GenericForQuestionAnswering.forward)
 
     def __init__(self, config: AttnResConfig):

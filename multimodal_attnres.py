@@ -26,9 +26,9 @@ from .modeling_attnres import AttnResGenerationMixin, AttnResModel, AttnResPreTr
 
 
 class AttnResMultimodalConfig(PreTrainedConfig):
-    """The config of a multimodal base, `base_model_type`, whose `text_config` is an `AttnResConfig`.
+    """Configuration of a multimodal base of type `base_model_type`, with an `AttnResConfig` as `text_config`.
 
-    Every field of the base's own config is a field of this one. `from_base_config` makes one.
+    It has every field of the base's own config. Make one with `from_base_config`.
 
     ```python
     >>> from attnres import AttnResMultimodalConfig
@@ -63,16 +63,16 @@ class AttnResMultimodalConfig(PreTrainedConfig):
 
     @classmethod
     def from_base_config(cls, base_config: PreTrainedConfig, **kwargs) -> "AttnResMultimodalConfig":
-        """Configuration of the multimodal model on a base, the inverse of `to_base_config`.
+        """Make the configuration of an AttnRes model from that of its base. The inverse of `to_base_config`.
 
         Args:
             base_config (`PreTrainedConfig`):
                 Configuration of a multimodal model whose language model is of a supported type.
             kwargs:
-                As in [`AttnResConfig.from_base_config`]: `block_size` or `num_blocks`, and other fields.
+                `block_size`, `num_blocks` and other fields, as in [`AttnResConfig.from_base_config`].
 
         Raises:
-            ValueError: for an unsupported base, and as there.
+            ValueError: if the base is not supported, and as in `AttnResConfig.from_base_config`.
         """
         config_class, config = config_class_of(base_config.model_type), copy.deepcopy(base_config)
         text_config = AttnResConfig.from_base_config(base_config.text_config, **kwargs)
@@ -90,7 +90,7 @@ class AttnResMultimodalConfig(PreTrainedConfig):
         return config
 
     def to_base_config(self) -> PreTrainedConfig:
-        """The base's configuration, the inverse of `from_base_config`."""
+        """Make the configuration of the base. The inverse of `from_base_config`."""
         base_config, base_class = copy.deepcopy(self), CONFIG_MAPPING[self.base_model_type]
         base_config.__class__ = base_class
         del base_config.base_model_type
@@ -132,7 +132,7 @@ def config_class_of(base_model_type: str) -> type[AttnResMultimodalConfig]:
 
 
 def is_multimodal(base_model_type: str) -> bool:
-    """Whether models of a type are multimodal, and not causal language models alone."""
+    """Whether models of a type are multimodal, not only causal language models."""
     if base_model_type not in CONFIG_MAPPING:
         return False
     base_class = CONFIG_MAPPING[base_model_type]
@@ -146,7 +146,7 @@ def _new_config(base_model_type: str) -> AttnResMultimodalConfig:
 
 
 class AttnResForConditionalGeneration(AttnResPreTrainedModel, AttnResGenerationMixin):
-    """The base's model of images and text, with reads over depth in its language model."""
+    """The multimodal model of the base, with reads over depth in its language model."""
 
     config: AttnResMultimodalConfig
     base_model = PreTrainedModel.base_model  # which encodes images as well

@@ -163,16 +163,15 @@ class AttnResSliceMixin:
     def keep_layers(self, start: int, end: int, probe: Probe | None = None):
         """Keep only the layers `start` to `end - 1`, and the final norm if the last layer is among them.
 
-        Such a model is a pipeline stage. What it returns as `last_hidden_state` is a `DepthStream`, in all stages but
-        the last one.
+        The model is then a pipeline stage. All stages but the last one return a `DepthStream` as `last_hidden_state`.
 
         Args:
-            start, end: layers to keep, `end` not among them.
-            probe: what `probe_slices` gave for this base, if it has been called: a run of its layers without weights.
+            start, end: layers to keep, without `end`.
+            probe: the result of `probe_slices` for this base, to avoid another run of its layers without weights.
 
         Raises:
-            ValueError: for other numbers, or if layers of the base need more from those in front of them than the
-                residual stream.
+            ValueError: if the model has no such layers, or if layers of the base need more from the layers before them
+                than the residual stream.
         """
         layers = decoder_layers(self)
         if not 0 <= start < end <= len(layers):

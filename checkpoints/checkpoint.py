@@ -108,12 +108,17 @@ def depth_config_of(config: PreTrainedConfig) -> Any:
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder with a config, safetensors weights that are whole, and what else belongs to a checkpoint.
+    """A checkpoint folder with a config and complete safetensors weights.
 
-    `name` is what the user called it, `commit` the revision it has on the Hub, `weight_map` the file of every tensor
-    and `companions` the other files that belong to it, relative to the folder, of which `code` is what its
-    `auto_map` needs. All others are in `left_behind`: weights in other formats, and whatever `COMPANIONS` does not
-    name, whole folders where nothing in them does.
+    Attributes:
+        name: the name that the user gave, a folder or a Hub id.
+        folder: where its files are.
+        commit: commit of a Hub id.
+        config_dict: the content of `config.json`.
+        weight_map: file of every tensor, by its name.
+        companions: other files that belong to the checkpoint, relative to the folder, such as those of a tokenizer.
+        code: those of them that its `auto_map` needs.
+        left_behind: all other files, such as weights in other formats. A folder without any companion is listed once.
     """
 
     name: str
@@ -132,7 +137,7 @@ class Checkpoint:
 
     @property
     def title(self) -> str:
-        """What to call it in what others will read: its id on the Hub, or the name of its folder."""
+        """Its id on the Hub, or the name of its folder without the path, for files that others will read."""
         return self.name if self.commit is not None else Path(self.name).absolute().name
 
     @property
@@ -141,12 +146,12 @@ class Checkpoint:
 
     @property
     def text_config(self) -> PreTrainedConfig:
-        """That of the decoder: of a multimodal model that of its language model, else the config itself."""
+        """The config of the decoder: that of the language model of a multimodal model, else the config itself."""
         return self.config.text_config if self.is_multimodal else self.config
 
     @property
     def is_multimodal(self) -> bool:
-        """Whether its decoder is the language model within another model."""
+        """Whether the decoder is the language model of a multimodal model."""
         return "text_config" in type(self.config).sub_configs
 
     @property
@@ -155,12 +160,12 @@ class Checkpoint:
 
     @property
     def depth_config(self) -> Any:
-        """The config of its decoder if that reads over depth, an `AttnResConfig`; otherwise `None`."""
+        """The `AttnResConfig` of the decoder; `None` if it does not read over depth."""
         return depth_config_of(self.config)
 
     @functools.cached_property
     def lm_class(self) -> type[PreTrainedModel]:
-        """The base's model with a language-modelling head: its causal language model, or multimodal model."""
+        """The class of the base's causal language model, or of its multimodal model."""
         base_model_type = getattr(self.config, "base_model_type", self.config.model_type)
         if self.is_multimodal:
             return MODEL_FOR_MULTIMODAL_LM_MAPPING[CONFIG_MAPPING[base_model_type]]
@@ -168,14 +173,14 @@ class Checkpoint:
 
     @property
     def auto_class(self) -> Any:
-        """What loads it with its head, or the trunk alone where that is not one of a language model."""
+        """The Auto class that loads it: with its head, or without if it has none of a language model."""
         if self.is_multimodal:
             return auto_class_of(getattr(self.config, "base_model_type", self.config.model_type))
         return AutoModelForCausalLM if self.has_lm_head else AutoModel
 
     @functools.cached_property
     def prefix(self) -> str:
-        """Of the names of the decoder's tensors: empty where a checkpoint holds the decoder alone."""
+        """The prefix of the names of the decoder's tensors. Empty if the checkpoint is only a decoder."""
         if self.is_multimodal:
             return self._prefix_of_language_model()
         # What a class says of its prefix is not always so, and then it is the usual one
@@ -198,13 +203,13 @@ class Checkpoint:
 
     @functools.cached_property
     def query_prefix(self) -> str:
-        """Of the names of the depth queries, that of the decoder's tensors where there are none."""
+        """The prefix of the names of the depth queries. Without queries, that of the decoder's tensors."""
         found = [name.removesuffix(QUERY_NAMES[1]) for name in self.weight_map if name.endswith(QUERY_NAMES[1])]
         return found[0] if found else self.prefix
 
     @property
     def has_lm_head(self) -> bool:
-        """Whether it is a language model's; of other checkpoints the trunk is looked at."""
+        """Whether it has the head of a language model. Otherwise only its trunk is used."""
         architectures = self.config_dict.get("architectures") or [""]  # a list, see `read_config_dict`
         return (self.is_multimodal or bool(self.prefix)) and OTHER_HEADS.search(architectures[0]) is None
 
@@ -213,7 +218,7 @@ class Checkpoint:
         return sum((self.folder / name).stat().st_size for name in [*self.shards, *self.companions])
 
     def facts_as_source(self) -> dict[str, Any]:
-        """What a `ConversionReport` says of a checkpoint that is converted."""
+        """The fields of a `ConversionReport` that describe the source."""
         return {
             "source": self.title,
             "source_commit": self.commit,
@@ -222,7 +227,7 @@ class Checkpoint:
         }
 
     def tokenizer(self) -> PreTrainedTokenizerBase | None:
-        """The tokenizer; `None` if there is none that loads here, and without running code of its own."""
+        """The tokenizer; `None` if there is none, or it cannot be loaded without running code of the checkpoint."""
         if not {"tokenizer.json", "tokenizer_config.json", "tokenizer.model"} & set(self.companions):
             return None
         try:
@@ -231,7 +236,7 @@ class Checkpoint:
             return None
 
     def tensors(self, names: list[str]) -> dict[str, torch.Tensor]:
-        """Some of the tensors, in memory."""
+        """Load the tensors of these names."""
         found = {}
         for shard in sorted({self.weight_map[name] for name in names}):
             with safe_open(self.folder / shard, framework="pt") as file:
@@ -260,15 +265,17 @@ def open_checkpoint(
     follow_links: bool = False,
     check_type: Callable[[str], None] | None = None,
 ) -> Checkpoint:
-    """A checkpoint from a folder, or from the Hub through its cache, with everything about it checked but the values.
+    """Open a checkpoint in a folder or on the Hub, and check everything except the values of its tensors.
 
     Args:
-        follow_links: whether links out of the folder are followed, where its files are read and not copied.
-        check_type: called with the model type before weights are downloaded, to raise if they are not wanted.
+        source: folder or Hub id.
+        revision: branch, tag or commit of a Hub id.
+        follow_links: whether links that point out of the folder are allowed. Only for files that are read, not copied.
+        check_type: called with the model type before weights are downloaded. It raises if the type is not wanted.
 
     Raises:
         OSError: if files are missing or cannot be read.
-        ValueError: if they are not what they should be; the message names the file and the way out.
+        ValueError: if the files are not valid. The message names the file and the way out.
     """
     location = locate(source, revision)
     config_dict = location.config_dict()

@@ -67,9 +67,21 @@ class SourceWeights:
 class Parity:
     """How far the second model is from the first, in one dtype.
 
-    Differences of logits are absolute; the relative error is the norm of the difference over that of the logits, and
-    KL divergence and perplexity are of the next token, in nats. Checkpoints without a language-modelling head are
-    compared by their last hidden state, and have neither of the two nor a top-1 agreement.
+    Checkpoints without a language-modelling head are compared by their last hidden state. They have no KL divergence,
+    top-1 agreement or perplexities.
+
+    Attributes:
+        dtype: the dtype in which both models ran.
+        max_difference: largest absolute difference of a logit.
+        relative_error: norm of the difference of the logits, relative to the norm of the logits.
+        kl_divergence: mean KL divergence of the next token, in nats.
+        top1_agreement: fraction of the tokens at which both models have the same most likely next token.
+        perplexities: perplexity of the first and of the second model.
+        rounding: the effect of rounding alone on the figure that decides.
+        measured: the figure that decides.
+        tolerance: largest value of it that counts as equal.
+        criterion: what the figure is, in words.
+        decides: whether this dtype decides. With experts only fp32 does, and half precision is for information.
     """
 
     dtype: str
@@ -77,12 +89,12 @@ class Parity:
     relative_error: float
     kl_divergence: float | None
     top1_agreement: float | None
-    perplexities: list[float] | None  # of the first and the second
-    rounding: float  # what rounding alone does to the figure that decides, see `criterion`
+    perplexities: list[float] | None
+    rounding: float
     measured: float
     tolerance: float
     criterion: str
-    decides: bool = True  # if not, it is for information: models with experts are decided upon in fp32
+    decides: bool = True
 
     @property
     def equal(self) -> bool:
@@ -91,7 +103,15 @@ class Parity:
 
 @dataclass(frozen=True)
 class VerificationReport:
-    """Result of `verify`: `equal` if in every dtype that decides the second is within rounding of the first."""
+    """Result of `verify`. `equal` is true if the models differ only by rounding, in every dtype that decides.
+
+    Attributes:
+        first, second: names of the checkpoints.
+        text: the text, in words.
+        num_tokens: how many tokens of it were used.
+        parities: the comparison in each dtype.
+        first_difference: the first norm whose output differs, in words; `None` if the models are equal.
+    """
 
     first: str
     second: str
@@ -157,7 +177,27 @@ class VerificationReport:
 
 @dataclass(frozen=True)
 class ConversionReport:
-    """What `convert`, `revert`, `import_checkpoint` or `export_checkpoint` did; it lies in the checkpoint it wrote."""
+    """What `convert`, `revert`, `import_checkpoint` or `export_checkpoint` did. It is also saved in the checkpoint.
+
+    Attributes:
+        operation: what was done, in words.
+        source: Hub id or name of the folder that was converted.
+        source_commit: commit of a Hub id.
+        destination: the folder that was written.
+        model_type, base_model_type: types of the model that was written and of its base.
+        num_sublayers: number of sublayers.
+        block_size: sublayers per block; `None` without reads over depth.
+        tensors_added: shapes of the tensors that were added, by name.
+        tensors_dropped: names of the tensors that were left out.
+        left_behind: files of the source that were not copied.
+        num_bytes: size of the source.
+        seconds: time before verification.
+        versions: of `attnres`, torch and transformers.
+        verification: result of the comparison; `None` if it was skipped.
+        notes: what else there is to know, in words.
+        read: the read over depth in words, if it is not the paper's.
+        weights: what the weights were made from, if they were quantised or in a GGUF file.
+    """
 
     operation: str
     source: str
@@ -167,7 +207,7 @@ class ConversionReport:
     base_model_type: str | None
     num_sublayers: int
     block_size: int | None
-    tensors_added: dict[str, list[int]]  # their shapes
+    tensors_added: dict[str, list[int]]
     tensors_dropped: list[str]
     left_behind: list[str]
     num_bytes: int
@@ -175,8 +215,8 @@ class ConversionReport:
     versions: dict[str, str]
     verification: VerificationReport | None
     notes: list[str]
-    read: str = ""  # in words, where it is not the paper's own
-    weights: SourceWeights | None = None  # of the source, where they were not plain numbers from the start
+    read: str = ""
+    weights: SourceWeights | None = None
 
     def to_dict(self) -> dict:
         verification = None if self.verification is None else self.verification.to_dict()

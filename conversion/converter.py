@@ -61,33 +61,33 @@ def convert(
     self_contained: bool = False,
     **options: Unpack[ConvertOptions],
 ) -> ConversionReport:
-    """Write the AttnRes checkpoint that computes what a PreNorm one does: its tensors and queries of zero.
+    """Convert a PreNorm checkpoint to an AttnRes checkpoint that computes the same: its tensors and queries of zero.
 
-    An AttnRes checkpoint whose queries are zero gets other blocks or another read in the same way. Weight files are
-    copied byte for byte, so memory does not grow with the model; to verify, one model at a time is loaded.
+    An AttnRes checkpoint whose queries are zero can be given other blocks or another read in the same way. Weight
+    files are copied byte for byte, so memory does not grow with the model. Verification loads one model at a time.
 
     Args:
         source: folder or Hub id of a checkpoint of a supported family, or a GGUF file.
-        destination: folder to write, which must not exist or be empty. It is there when everything is done, or not at
-            all.
+        destination: folder to write, which must be empty or not exist. It appears only when everything is done.
         block_size: sublayers per block.
-        num_blocks: number of blocks, 8 if nothing else is asked for, or fewer in a base of fewer sublayers.
+        num_blocks: number of blocks. By default 8, or the number of sublayers if the base has fewer.
         full: Full AttnRes, the same as `block_size=1`.
         revision: branch, tag or commit of a Hub id.
-        gguf_file: name of a GGUF file in `source`. Its weights are dequantised to fp32 first, by transformers.
-        self_contained: put the model code into the folder, for programs that do not import this package; they load it
-            with `trust_remote_code=True`. Of a checkpoint that carries the code it stays so.
-        link: hard links in place of copies of the weight files, on one disk.
-        verify: run both and compare; without, only names, shapes and files are checked.
-        verify_text: file with the text to compare on, in place of the built-in one.
-        device: where to run them, what `from_pretrained` takes as `device_map`.
-        num_heads, query, query_rank, weights, open_block, stream: those of `AttnResConfig` that begin with `attn_res_`
-            and these names: the read over depth, the paper's own if none is given, or as the checkpoint has it.
+        gguf_file: name of a GGUF file in `source`. transformers dequantises its weights to fp32 first.
+        self_contained: put the model code into the folder, for programs that do not import this package. They load it
+            with `trust_remote_code=True`. A checkpoint that already carries the code keeps it.
+        link: make hard links to the weight files instead of copies, on the same disk.
+        verify: run both models and compare them. Otherwise, only names, shapes and files are checked.
+        verify_text: file with the text to compare on, instead of the built-in one.
+        device: where to run the models, as `device_map` in `from_pretrained`.
+        num_heads, query, query_rank, weights, open_block, stream: the read over depth, as the fields of
+            `AttnResConfig` that begin with `attn_res_`. By default the read of the checkpoint, or else the paper's.
 
     Raises:
-        ValueError: for what cannot be converted, and if the result is not equal; nothing is left at `destination`.
+        ValueError: if the checkpoint cannot be converted, or the result is not equal. Then `destination` is not
+            written.
         OSError: if files cannot be found, read or written.
-        TypeError: for an argument of another name.
+        TypeError: for an unknown argument.
     """
     choice = Choice(Blocks(block_size, num_blocks, full), ReadChoice.of(options), self_contained)
     path = check_destination(destination, source)
@@ -261,10 +261,10 @@ def revert(
     verify_text: str | Path | None = None,
     device: str = "auto",
 ) -> ConversionReport:
-    """Write the PreNorm checkpoint that an AttnRes one was made of: its tensors, bit for bit, without the queries.
+    """Restore the PreNorm checkpoint that an AttnRes one was made from: its tensors, bit for bit, without queries.
 
-    That is the same function if every query is zero. Otherwise what they have learned is lost: only with `force`, and
-    the report tells how much that changes. Other arguments and errors as for `convert`.
+    If every query is zero, it computes the same. Otherwise, what the queries have learned is lost: this needs `force`,
+    and the report shows how much it changes. Other arguments and errors are those of `convert`.
     """
     path = check_destination(destination, source)
 

@@ -84,17 +84,17 @@ FLA_DEFAULTS = {
 
 
 def import_checkpoint(source: str | Path, destination: str | Path, *, revision: str | None = None) -> ConversionReport:
-    """Write an AttnRes checkpoint from one in Kimi's naming on a supported base, or of fla's `TransformerForCausalLM`.
+    """Make an AttnRes checkpoint from one in Kimi's naming on a supported base, or of fla's `TransformerForCausalLM`.
 
-    Which of the two it is shows in its tensors' names.
+    The names of the tensors show which of the two it is.
 
     Args:
         source: folder or Hub id.
-        destination: folder to write, which must not exist or be empty.
+        destination: folder to write, which must be empty or not exist.
         revision: branch, tag or commit of a Hub id.
 
     Raises:
-        ValueError: if it is neither, or has what no supported base can express.
+        ValueError: if it is neither, or has something that no supported base can express.
         OSError: if files cannot be found, read or written.
     """
     path = check_destination(destination, source)
@@ -161,16 +161,17 @@ def export_checkpoint(
 ) -> ConversionReport:
     """Write an AttnRes checkpoint in Kimi's naming (`naming="kimi"`) or for fla (`naming="fla"`).
 
-    Queries and key norms are written in the checkpoint's dtype where that loses nothing, and in fp32 otherwise.
+    Queries and key norms are written in the checkpoint's dtype if that loses nothing, and otherwise in fp32.
 
     Args:
         source: folder or Hub id.
-        destination: folder to write, which must not exist or be empty.
-        force: also if epsilons that the other side cannot express make a small difference.
+        destination: folder to write, which must be empty or not exist.
+        naming: `kimi` or `fla`.
+        force: write it even if the target cannot express some epsilons, which makes a small difference.
         revision: branch, tag or commit of a Hub id.
 
     Raises:
-        ValueError: if the other side cannot express the model, with the reason.
+        ValueError: if the target cannot express the model, with the reason.
         OSError: if files cannot be found, read or written.
     """
     if naming not in SITE_NAMES:

@@ -51,16 +51,16 @@ def verify(
     revision: str | None = None,
     device: str = "auto",
 ) -> VerificationReport:
-    """Run two checkpoints on the same text and tell whether they are the same function, up to rounding.
+    """Run two checkpoints on the same text, and find out whether they compute the same, up to rounding.
 
     One model is in memory at a time, in fp32 and then in the dtype of the first checkpoint.
 
     Args:
         first, second: folders or Hub ids.
-        text: a file with UTF-8 text; by default a sample of prose, code and several languages that is built in.
-        max_tokens: how much of the text to use.
-        revision: of `first` if it is a Hub id.
-        device: what `from_pretrained` takes as `device_map`.
+        text: a file with UTF-8 text. By default a built-in sample of prose, code and several languages.
+        max_tokens: number of tokens to use.
+        revision: branch, tag or commit of `first`, if it is a Hub id.
+        device: where to run the models, as `device_map` in `from_pretrained`.
 
     Raises:
         ValueError: if the text is empty or too short, or the checkpoints cannot be compared at all.

@@ -34,13 +34,15 @@ def set_backend(name: str):
     """Choose how reads over depth are computed, in all models of this process.
 
     Args:
-        name: `reference`, plain operations without a backward pass of their own or a block cache, to compare with;
-            `torch`; `triton` and `fla`, kernels for GPUs, where tensors are on one, in fp32 or a half precision, and
-            the model is not compiled (a compiler fuses by itself), and `torch` otherwise; `auto`, the default, which
-            is the fastest of these on a GPU whose results are right in a trial at the first read.
+        name: one of these:
+            - `auto`, the default: on a GPU, the fastest backend whose results are right in a trial at the first read.
+            - `torch`: operations of torch.
+            - `triton` and `fla`: kernels for GPUs. They are used for tensors on a GPU in fp32 or half precision, if
+              the model is not compiled (a compiler fuses the operations itself), and `torch` otherwise.
+            - `reference`: the definition in plain operations, without a block cache, for comparison.
 
     Raises:
-        ValueError: if there is no such backend, or not here.
+        ValueError: if the backend does not exist or is not available here.
     """
     global _backend
     if name not in BACKENDS:
@@ -58,7 +60,7 @@ def set_backend(name: str):
 
 
 def get_backend() -> str:
-    """The name of the backend that `set_backend` or `ATTNRES_BACKEND` has chosen."""
+    """The name of the backend that was chosen by `set_backend` or `ATTNRES_BACKEND`."""
     return _backend
 
 

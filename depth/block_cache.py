@@ -34,16 +34,16 @@ _BLOCK_CACHES: weakref.WeakKeyDictionary[Any, "BlockCache"] = weakref.WeakKeyDic
 
 
 class BlockCache:
-    """The closed blocks of one forward pass, kept for two-phase reads: to depth what a KV cache is to time.
+    """The closed blocks of one forward pass, kept for reads in two phases, as a KV cache keeps keys and values.
 
-    Append-only along depth: a block is copied in when it closes, together with its scores for all later sites, and is
-    never normalised again. (Kernels score what they load, so with them the block alone is kept.) The sites of a chunk,
-    which is a block or some short ones, share phase 1. Depth attention is per token, so nothing in here outlives a
-    forward pass but the buffers, which the next one of the same shape reuses. For inference only: the buffers are
-    written in place.
+    Blocks are only ever appended: a block is copied when it closes, together with its scores for all later sites, and
+    is never normalised again. (Kernels compute scores from the blocks that they load, so for them only the block is
+    kept.) The sites of a chunk, which is one block or several short ones, share phase 1. Depth attention is per token,
+    so only the buffers outlive a forward pass, and the next one of the same shape reuses them. The cache is for
+    inference only, because the buffers are written in place.
 
-    Queries that see the input are not known before the sublayers in front have run, so these read all closed blocks at
-    every site, with the norms of their keys as they were kept.
+    Queries that see the input are only known after the sublayers before them have run. They read all closed blocks at
+    every site, with the norms of the keys that were kept.
     """
 
     # Made by `start`. Every head of a token has a row
@@ -69,7 +69,7 @@ class BlockCache:
 
     @classmethod
     def beside(cls, kv_cache) -> "BlockCache":
-        """The block cache of the generation whose KV cache this is, from its first forward pass to its last."""
+        """The block cache that belongs to a KV cache: the same one in all forward passes of a generation."""
         if kv_cache not in _BLOCK_CACHES:
             _BLOCK_CACHES[kv_cache] = cls()
         return _BLOCK_CACHES[kv_cache]
@@ -86,7 +86,7 @@ class BlockCache:
 
         Args:
             queries: folded queries of all sites, `[sites, hidden]`.
-            like: of the shape, dtype and device of every source, `[batch, seq, hidden]`.
+            like: a tensor with the shape, dtype and device of every source, `[batch, seq, hidden]`.
             block_size: sublayers per block.
             eps: epsilon of the key RMSNorm.
             read_config: how sources are read.
@@ -139,7 +139,7 @@ class BlockCache:
         """Keep a closed block, `[batch, seq, hidden]`, and its scores for every site that can still read it.
 
         Returns:
-            The block as it is kept, valid until the next `start`; or itself, if the cache keeps it in another form.
+            The copy of the block, valid until the next `start`, or the block itself if the copy has another form.
         """
         number, self.num_closed = self.num_closed, self.num_closed + 1
         if self.kernels is not None:
@@ -173,13 +173,14 @@ class BlockCache:
         factor: float = 1,
         query: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """The mix at a site behind the blocks that the cache holds, `[batch, seq, hidden]`.
+        """The mix at a site after the blocks in the cache, `[batch, seq, hidden]`.
 
         Args:
-            open_sources: of the open block, each `[batch, seq, hidden]`: the partial sum, or every output in it.
-            norm: if it is to be applied.
-            factor: what the mix is multiplied by.
-            query: of every token, `[batch, seq, hidden]`, if queries see the input.
+            site: number of outputs that have been written.
+            open_sources: sources of the open block, each `[batch, seq, hidden]`: the partial sum, or every output.
+            norm: a norm to apply to the mix.
+            factor: the mix is multiplied by this.
+            query: the query of every token, `[batch, seq, hidden]`, if queries see the input.
         """
         if self.one_token is not None:
             return self.one_token.read(site, open_sources[0] if open_sources else None, norm, factor)

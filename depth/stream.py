@@ -33,19 +33,21 @@ from .two_phases import Chunk, end_of_chunk
 
 @dataclass
 class DepthRecorder:
-    """What is to be seen of the reads and writes of one forward pass, and what is to be left out.
+    """Records the reads and writes of one forward pass, and can mask sources.
 
-    Pass one to a model as `depth_recorder=`. With a recorder every read computes its weights, without block cache.
+    Pass it to a model as `depth_recorder=`. Every read then computes its weights, without a block cache.
+
+    Attributes:
+        masked_source: by site, the source to leave out of the softmax. The site needs to have another one.
+        weights: by site, the weights of the embedding, the closed blocks and the partial sum, `[batch, seq, sources]`.
+        outputs: by site, what the sublayer after it has written, `[batch, seq, hidden]`, or in the shape that a layer
+            which flattens tokens gives it. Set it to `None` to keep none.
+        tokens: `[batch, seq]` of the forward pass, set by the model.
     """
 
-    # By site: the source that is left out of the softmax there; a site has to have another one
     masked_source: dict[int, int] = field(default_factory=dict)
-    # By site, `[batch, seq, sources]`: the embedding, the closed blocks, and the partial sum if a block is open
     weights: dict[int, torch.Tensor] = field(default_factory=dict)
-    # By the site before it, `[batch, seq, hidden]` or as a layer that flattens tokens has it: what a sublayer has
-    # written; `None`: not kept
     outputs: dict[int, torch.Tensor] | None = field(default_factory=dict)
-    # `[batch, seq]` of the forward pass, set by the model
     tokens: torch.Size | None = None
 
     def masked_at(self, site: int, num_sources: int) -> int | None:
@@ -71,7 +73,7 @@ class DepthRecorder:
 
 @dataclass(eq=False)  # a dataclass, as FSDP2 looks for tensors in these
 class DepthStream(TensorLike):
-    """The sources of the reads over depth, at one site.
+    """The sources of the reads over depth at one site. Layers get it instead of the residual stream.
 
     Args:
         queries: the folded queries of all sites, `[sites, hidden]`.
@@ -80,9 +82,9 @@ class DepthStream(TensorLike):
         site: the number of writes so far.
         block_size: writes per block.
         eps: epsilon of the RMSNorm on the keys.
-        scale_by_sources: whether a read is multiplied by its number of sources: queries of zero then read their sum.
-        pending_dtype: what a reader has asked for by `.to(dtype)`, given to the next read or write.
-        recorder: of this forward pass, if there is one.
+        scale_by_sources: whether a read is multiplied by its number of sources. Queries of zero then read their sum.
+        pending_dtype: the dtype of the next read or write, if a reader has asked for one with `.to(dtype)`.
+        recorder: the recorder of this forward pass, if there is one.
     """
 
     queries: torch.Tensor
@@ -110,7 +112,7 @@ class DepthStream(TensorLike):
     # Writing
 
     def write(self, output: torch.Tensor) -> "DepthStream":
-        """The stream with one more output, `[batch, seq, hidden]`; closes the block if this is its last."""
+        """The stream with one more output, `[batch, seq, hidden]`. Closes the block after its last output."""
         pending_dtype = None
         if self.pending_dtype is not None or output.dtype != self.newest.dtype:
             read_as = torch.promote_types(self.dtype, output.dtype)  # as a sum of tensors has it
@@ -148,6 +150,7 @@ class DepthStream(TensorLike):
 
     @property
     def sources(self) -> tuple[torch.Tensor, ...]:
+        """All sources of this site: the embedding, the closed blocks, and the partial sum if a block is open."""
         return *self.blocks, *self.open_sources
 
     @property
@@ -156,7 +159,7 @@ class DepthStream(TensorLike):
         return () if self.partial is None else (self.partial,)
 
     def read(self, norm: nn.Module | None = None) -> torch.Tensor:
-        """The mix over depth at this site, `[batch, seq, hidden]`, with the norm that reads it if that is given."""
+        """The mix over depth at this site, `[batch, seq, hidden]`. If a norm is given, it is applied to the mix."""
         if self.pending_dtype is not None and norm is not None:
             return norm_of(norm, self.read())
         # With gradients it is computed again, as a layer is in activation checkpointing
@@ -216,10 +219,10 @@ class DepthStream(TensorLike):
     # The block cache
 
     def keep_in(self, cache: BlockCache) -> "DepthStream":
-        """The stream with its closed blocks in a block cache, which makes reads faster where no gradients are wanted.
+        """The stream with its closed blocks in a block cache. Reads are then faster, but have no gradients.
 
         Raises:
-            RuntimeError: at a later read, if the cache has been given to another forward pass in the meantime.
+            RuntimeError: at a later read, if another forward pass has used the cache in the meantime.
         """
         if torch.compiler.is_compiling():  # a compiled graph plans its own memory
             return self

@@ -32,7 +32,9 @@ OPTIMIZER_FILE = "optimizer.safetensors"
 
 
 class AttnResPipeline:
-    """A model, its layers spread over processes. Every process makes one, of the same model, and calls the same.
+    """A model whose layers are divided over processes.
+
+    Every process makes one from the same model, and calls the same methods.
 
     ```python
     pipeline = AttnResPipeline(model, schedule="1F1B", microbatches=8, batch_size=32, sequence_length=1024)
@@ -43,21 +45,20 @@ class AttnResPipeline:
     ```
 
     Args:
-        model: the whole model, on the CPU. A process keeps its layers, on `device`.
-        group: the processes of the pipeline; by default all of them.
+        model: the whole model, on the CPU. Each process keeps its layers, on `device`.
+        group: the processes of the pipeline. By default all of them.
         device: where this process computes.
-        dtype: of what crosses; by default that of the embedding. Parameters that are cast, by FSDP2 or autocast, make
-            another.
-        parallelize: called with the module of every stage, whose `model` has its layers, to divide it further, with
-            `fully_shard` or `parallelize_module` over other dimensions of a device mesh. With FSDP2 the module itself
-            is the last to be sharded, and the depth queries are a unit of their own, as they may be of another dtype.
-        settings: the fields of [`PipelineSettings`], of which `microbatches`, `batch_size` and `sequence_length` are
-            needed.
+        dtype: dtype of the tensors that are sent between stages. By default that of the embedding. Set it if FSDP2 or
+            autocast casts parameters.
+        parallelize: a function that divides the module of a stage further, whose `model` has the layers of the stage,
+            with `fully_shard` or `parallelize_module` over other dimensions of a device mesh. With FSDP2, shard the
+            module itself last, and the depth queries separately, because they may have another dtype.
+        settings: the fields of [`PipelineSettings`]. `microbatches`, `batch_size` and `sequence_length` are required.
 
     Raises:
-        ValueError: for a schedule, or numbers, that do not go together; for a model that is no `AttnResForCausalLM` or
-            not the same in every process; and for one whose layers need more of each other than the stream.
-        TypeError: for a setting that there is not, or one that is missing.
+        ValueError: if the schedule and the numbers do not fit each other; if the model is not an `AttnResForCausalLM`,
+            differs between processes, or has layers that need more from each other than the stream.
+        TypeError: if a setting is unknown or missing.
     """
 
     @with_keywords_of(PipelineSettings)
@@ -170,19 +171,20 @@ class AttnResPipeline:
     def step(
         self, input_ids: torch.Tensor, labels: torch.Tensor, *, num_items: float | None = None, **kwargs
     ) -> torch.Tensor:
-        """Gradients of the mean loss of a batch, added to those of the parameters.
+        """Compute the mean loss of a batch, and add its gradients to those of the parameters.
 
         Args:
             input_ids: `[batch, seq]`, the same in every process.
-            labels: `[batch, seq]`, -100 where there is none; the model shifts them.
-            num_items: number of labels to divide by, if others have a part of the batch; by default those of this one.
-            kwargs: of the model, of the whole batch, such as `attention_mask`.
+            labels: `[batch, seq]`, -100 for tokens without a label. The model shifts them.
+            num_items: number of labels to divide by. By default those of this batch; pass another number if other
+                replicas have further rows of it.
+            kwargs: other arguments of the model for the whole batch, such as `attention_mask`.
 
         Returns:
             The loss, in every process.
 
         Raises:
-            ValueError: for a batch of another shape, one without labels, or one that is another in another process.
+            ValueError: if the batch has another shape, has no labels, or differs between processes.
         """
         self._begin(input_ids, labels, num_items, kwargs)
         earlier = [(weight, weight.grad) for weight in self._tied()] if self.is_tied else []
@@ -206,9 +208,9 @@ class AttnResPipeline:
     def evaluate(
         self, input_ids: torch.Tensor, labels: torch.Tensor, *, num_items: float | None = None, **kwargs
     ) -> torch.Tensor:
-        """The mean loss of a batch, without gradients; arguments, result and errors as of `step`.
+        """Compute the mean loss of a batch without gradients or dropout.
 
-        Dropout is off meanwhile.
+        Arguments, result and errors are those of `step`.
         """
         self._begin(input_ids, labels, num_items, kwargs)
         modes = [(module, module.training) for stage in self.stages for module in stage.submod.modules()]
@@ -303,7 +305,7 @@ class AttnResPipeline:
             weight.grad = total.clone()
 
     def clip_grad_norm_(self, max_norm: float) -> torch.Tensor:
-        """Scale the gradients of all stages so that their norm, which is returned, is at most `max_norm`."""
+        """Scale the gradients of all stages so that their norm is at most `max_norm`. Returns the norm before that."""
         counted = [p.grad for _, p in self.named_parameters(copies=False) if p.grad is not None]
         norms = [_whole(torch.nn.utils.get_total_norm(grads)) for grads in _by_mesh(counted)]
         square = torch.stack([torch.zeros((), device=self.device), *norms]).to(torch.float64).square().sum()
@@ -316,12 +318,12 @@ class AttnResPipeline:
     # Parameters
 
     def named_parameters(self, copies: bool = True) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this process's stages, by their names in the whole model.
+        """The parameters of this process's stages, with their names in the whole model.
 
-        Each stage has depth queries of its own, of which the rows of its sites count.
+        Each stage has a copy of the depth queries and uses the rows of its sites.
 
         Args:
-            copies: whether the copy of a shared embedding in the last stage is one of them.
+            copies: whether to include the copy of a tied embedding in the last stage.
         """
         return ((name, parameter) for _, name, parameter in self._parameters(copies))
 
@@ -353,10 +355,10 @@ class AttnResPipeline:
     # Checkpoints
 
     def save_pretrained(self, folder: str | os.PathLike, optimizer: torch.optim.Optimizer | None = None):
-        """A checkpoint of the whole model, as its own `save_pretrained` writes it, and what an optimizer knows.
+        """Save a checkpoint of the whole model, as its own `save_pretrained` does, and the state of an optimizer.
 
-        Called by every process. The first one of all writes, which also has all of it in memory: into a hidden folder,
-        whose files then take the place of those of an earlier checkpoint.
+        Call it in every process. The first process gathers everything in memory and writes it into a hidden folder,
+        whose files then replace those of an earlier checkpoint.
         """
         weights = self._gather(list(self._parameters(copies=False)))
         state = {} if optimizer is None else self._gather(self._optimizer_state(optimizer))
@@ -383,7 +385,7 @@ class AttnResPipeline:
         return {name: weights[first] for name, first in names.items() if name != first}
 
     def load_optimizer(self, folder: str | os.PathLike, optimizer: torch.optim.Optimizer):
-        """What an optimizer knew when a pipeline was saved, whatever that one's layout was."""
+        """Load the state of an optimizer that was saved with a pipeline, of this layout or another."""
         path = Path(folder) / OPTIMIZER_FILE
         if not path.is_file():
             raise FileNotFoundError(f"`{folder}` has no {OPTIMIZER_FILE}: it was saved without its optimizer.")

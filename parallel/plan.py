@@ -37,21 +37,21 @@ ZERO_BUBBLE = ("interleavedzerobubble", *V_SCHEDULES)
 
 @dataclass(frozen=True)
 class Layout:
-    """How a run is spread over processes.
+    """How a run is divided over processes.
 
     Args:
         gpus: number of processes.
-        tp: processes that share a layer.
-        pp: processes among which the layers are spread. What `tp * pp` leaves is FSDP2.
-        stages_per_rank: of a pipeline.
-        schedule: of a pipeline.
-        microbatches: of a step.
-        microbatch_size: samples in one.
-        sequence_length: tokens of a sample.
-        dtype: of activations.
-        gradient_checkpointing: whether layers are computed again.
-        prefill_length: tokens of a prompt.
-        prefill_chunk: how many of them are read at once; `None`: all.
+        tp: number of processes that share a layer.
+        pp: number of processes that the layers are divided over. FSDP2 uses the remaining factor of `gpus`.
+        stages_per_rank: pipeline stages per process.
+        schedule: schedule of the pipeline.
+        microbatches: microbatches in a step.
+        microbatch_size: samples in a microbatch.
+        sequence_length: tokens in a sample.
+        dtype: dtype of activations.
+        gradient_checkpointing: whether layers are computed again in the backward pass.
+        prefill_length: tokens in a prompt.
+        prefill_chunk: how many of them are computed at once. `None` means all.
     """
 
     gpus: int = 1
@@ -79,7 +79,7 @@ class Layout:
 
     @property
     def dp(self) -> int:
-        """Over how many processes FSDP2 spreads a stage."""
+        """Number of processes that FSDP2 divides a stage over."""
         return self.gpus // (self.tp * self.pp)
 
     @property
@@ -104,16 +104,16 @@ def plan_checkpoint(model: str, layout: Layout, num_blocks: int | None = None) -
 
 
 def plan(config: AttnResConfig, layout: Layout) -> dict[str, Any]:
-    """Memory in bytes, transfers in blocks and bytes, and the idle part of a step.
+    """Estimate memory in bytes, transfers in blocks and bytes, and the idle fraction of a step.
 
-    Parameters and what crosses are counted. Activations are those of a run without weights, of one process that has
-    the whole of its layers: tensor parallelism divides a part of them.
+    Parameters and transfers are counted. Activations are those of a run without weights, for a process that has its
+    layers undivided: tensor parallelism divides some of them.
 
     Returns:
         `parameters`, `stages`, `training`, `transfers`, `bubble` and `prefill`.
 
     Raises:
-        ValueError: for a layout that does not fit the model.
+        ValueError: if the layout does not fit the model.
     """
     num_stages = layout.pp * layout.stages_per_rank
     ranks = ranks_of_stages(layout.pp, layout.stages_per_rank, layout.schedule)

@@ -16,15 +16,15 @@ from ..modeling_attnres import AttnResModel, AttnResPreTrainedModel
 
 
 def divide_block_cache(model: AttnResPreTrainedModel, group: dist.ProcessGroup | None = None):
-    """Let every process of tensor parallelism keep the blocks of its tokens alone (arXiv 2603.15031, section 4.2).
+    """Divide the block cache of a prompt over the processes of tensor parallelism (arXiv 2603.15031, section 4.2).
 
-    Reads over depth are per token, so each process reads its own and all of them gather what was read. That is one
-    more collective per read, and the block cache is as many times smaller as there are processes. Where gradients are
-    wanted, and of fewer tokens than processes, as in a step of decoding, all is as before.
+    Reads over depth are per token, so each process reads its own tokens, and then all gather the results. This takes
+    one collective more per read, and divides the size of the block cache by the number of processes. Nothing changes
+    with gradients, or with fewer tokens than processes, as in a step of decoding.
 
     Args:
         model: the same in every process, or divided by a tensor-parallel plan. It is changed in place.
-        group: the processes; by default all of them.
+        group: the processes. By default all of them.
     """
     # A method, which a copy of the model binds to the copy
     model.trunk.start_stream = types.MethodType(functools.partial(start_divided, group=group), model.trunk)

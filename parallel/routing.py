@@ -17,16 +17,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class StageRoute:
-    """What one stage is given, has and sends.
+    """Which blocks a stage receives, has and sends.
 
     Args:
-        entry_site: number of outputs in front of the stage.
-        exit_site: number of outputs behind it.
-        received: blocks that are sent to it.
+        entry_site: number of outputs that are written before the stage.
+        exit_site: number of outputs that are written by the end of the stage.
+        received: blocks that are sent to the stage.
         cached: blocks that its process has kept from an earlier stage.
-        closed: blocks that it closes itself; of the first stage also the embedding.
-        sent: blocks that it sends to the next stage.
-        kept: those that a later stage of its process reads from the process's memory.
+        closed: blocks that the stage closes itself. In the first stage, also the embedding.
+        sent: blocks that the stage sends to the next one.
+        kept: blocks that its process keeps for a later stage.
     """
 
     entry_site: int
@@ -44,13 +44,13 @@ def route_blocks(
     """The routes of all stages.
 
     Args:
-        sites: where each stage begins, and where the last one ends: one number more than there are stages.
+        sites: the result of `sites_of_stages`, with one number more than there are stages.
         ranks: the process of each stage.
         block_size: outputs per block.
         cache: `False` sends every block to every stage.
 
     Raises:
-        ValueError: if stages and processes are not as many, or a stage is empty.
+        ValueError: if the numbers of stages in `sites` and `ranks` differ, or a stage is empty.
     """
     if len(sites) != len(ranks) + 1 or sites[0] != 0 or any(a >= b for a, b in zip(sites, sites[1:])):
         raise ValueError(
@@ -78,5 +78,5 @@ def route_blocks(
 
 
 def num_transfers(routes: Sequence[StageRoute], ranks: Sequence[int]) -> int:
-    """How many closed blocks cross between processes for one microbatch, forward; as many gradients come back."""
+    """Number of closed blocks sent between processes in the forward pass of a microbatch. As many gradients return."""
     return sum(len(route.sent) for route, rank, other in zip(routes, ranks, [*ranks[1:], ranks[-1]]) if rank != other)

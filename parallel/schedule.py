@@ -16,18 +16,18 @@ V_SCHEDULES = ("zbvzerobubble", "dualpipev")
 
 @dataclass(frozen=True, kw_only=True)
 class PipelineSettings:
-    """How a batch and the layers of a model are divided: keywords of [`AttnResPipeline`].
+    """How a batch and the layers of a model are divided. The fields are keywords of [`AttnResPipeline`].
 
     Attributes:
-        microbatches: into how many parts a batch is divided.
-        batch_size: samples of a whole batch, of this pipeline.
-        sequence_length: tokens of a sample.
+        microbatches: number of microbatches in a batch.
+        batch_size: samples in a batch of this pipeline.
+        sequence_length: tokens in a sample.
         schedule: `GPipe`, `1F1B`, `LoopedBFS`, `Interleaved1F1B`, `InterleavedZeroBubble`, `ZBVZeroBubble` or
             `DualPipeV`.
         stages_per_rank: 1 with the first two schedules, 2 with the last two, and any number with the others.
-        layers_per_stage: by default they are as even as they can be, the first ones with a layer more.
-        cache: `False` sends every block over every boundary, to compare with. That is always so where the layers of a
-            base scale its stream.
+        layers_per_stage: number of layers of each stage. By default as even as possible, with more in the first ones.
+        cache: whether a process keeps blocks for its later stages. `False` sends every block over every boundary, for
+            comparison. Bases whose layers scale the stream always do that.
 
     Raises:
         ValueError: for a schedule that there is not, or a batch that cannot be divided.
@@ -53,7 +53,7 @@ class PipelineSettings:
 
     @property
     def microbatch_shape(self) -> tuple[int, int]:
-        """Samples and tokens."""
+        """Number of samples and tokens in a microbatch."""
         return self.batch_size // self.microbatches, self.sequence_length
 
     def ranks(self, num_ranks: int) -> list[int]:
@@ -74,10 +74,10 @@ class PipelineSettings:
         return ranks
 
     def layers(self, config: AttnResConfig, ranks: Sequence[int]) -> list[int]:
-        """How many layers each stage has.
+        """The number of layers of each stage.
 
         Raises:
-            ValueError: if they are not as many as those of the model, or the stages not as many as those in `ranks`.
+            ValueError: if they do not sum to the layers of the model, or there are not as many stages as `ranks`.
         """
         num_stages = len(ranks)
         layers = list(self.layers_per_stage or spread(len(config.sublayers_per_layer()), num_stages))
@@ -92,10 +92,10 @@ class PipelineSettings:
 
 
 def sites_of_stages(config: AttnResConfig, layers_per_stage: Sequence[int]) -> list[int]:
-    """Where each stage begins, and where the last one ends, counted in sublayers.
+    """The sublayer at which each stage begins, followed by the one at which the last stage ends.
 
     Raises:
-        ValueError: if the stages have not as many layers as the model.
+        ValueError: if the layers of the stages do not sum to those of the model.
     """
     sublayers = config.sublayers_per_layer()
     if sum(layers_per_stage) != len(sublayers) or min(layers_per_stage) < 1:
