@@ -30,7 +30,7 @@ class PipelineSettings:
             comparison. Bases whose layers scale the stream always do that.
 
     Raises:
-        ValueError: for a schedule that there is not, or a batch that cannot be divided.
+        ValueError: if the schedule is unknown, or the batch cannot be divided.
     """
 
     microbatches: int
@@ -111,7 +111,7 @@ def ranks_of_stages(num_ranks: int, stages_per_rank: int, schedule: str) -> list
     """The process of each stage.
 
     Raises:
-        ValueError: for a schedule that there is not, or one that takes another number of stages.
+        ValueError: if the schedule is unknown, or takes another number of stages.
     """
     is_single, is_v = issubclass(get_schedule_class(schedule), PipelineScheduleSingle), schedule.lower() in V_SCHEDULES
     if is_single != (stages_per_rank == 1) or (is_v and stages_per_rank != 2):
