@@ -106,7 +106,7 @@ lint: $(VENV)/installed-dev
 	MYPYPATH=$(VENV)/types $(BIN)/mypy
 
 build: $(VENV)/installed-dev
-	$(BIN)/python -m build --no-isolation
+	$(BIN)/python docs/package_page.py
 
 # The switch is for an advertisement that mkdocs-material prints
 docs: $(VENV)/installed-docs

@@ -210,6 +210,21 @@ def test_nobody_is_sent_to_a_name_that_is_not_ours():
         for path in names
         if not {".venv", "build", "tests"} & {*path.relative_to(ROOT).parts} and path.is_file()
         for line in path.read_text(encoding="utf-8").splitlines()
-        if pattern.search(line) and "uninstall" not in line
+        if pattern.search(line) and "uninstall" not in line and " @ git+" not in line
     ]
     assert found == []
+
+
+def test_the_page_of_the_package_has_no_relative_links(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    from package_page import package_page
+
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    assert package_page(readme, None) == readme
+    page = package_page(readme, "https://example.com/a/b")
+    targets = re.findall(r'\]\(([^)]+)\)|(?:src|srcset)="([^"]+)"', re.sub("```.*?```", "", page, flags=re.DOTALL))
+    found = [link or image for link, image in targets]
+    assert len(found) > 20 and all(target.startswith(("https://", "#")) for target in found)
+    assert "https://example.com/a/b/blob/main/docs/tutorial.md" in found
+    assert "https://example.com/a/b/raw/main/docs/schematic-light.svg" in found
+    assert "git+https://example.com/a/b" in page and "ADDRESS" not in page
