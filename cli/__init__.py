@@ -1,8 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The `attnres` program: all its commands with an example of each, and how it ends.
 
-The commands are in `start.py`, `convert.py`, `train.py`, `measure.py` and `share.py`; `console.py` has how they speak,
-and `checks.py` what they check before anything that takes seconds is imported.
+The commands are in `start.py`, `convert.py`, `train.py`, `measure.py`, `share.py` and `programs.py`; `console.py` has
+how they speak, and `checks.py` what they check before anything that takes seconds is imported.
 """
 
 from collections.abc import Callable
@@ -14,6 +14,7 @@ from ..utils.installation import how_to_install
 from .console import fail
 from .convert import convert, export, import_, revert, verify
 from .measure import bench, eval_, inspect, plan, report, scaling
+from .programs import chat, run
 from .share import card, push, serve
 from .start import demo, env, families
 from .train import finetune, pretrain
@@ -79,11 +80,18 @@ COMMANDS: dict[str, dict[Callable, str]] = {
     },
     "Serve": {
         serve: "attnres serve qwen3-attnres --continuous-batching --port 8000",
+        chat: "attnres chat qwen3-attnres max_new_tokens=100 --system-prompt 'Be brief.'",
+        run: "attnres run -- trl sft --model_name_or_path qwen3-attnres --dataset_name data",
     },
     "Share": {
         card: "attnres card qwen3-attnres --base-model Qwen/Qwen3-0.6B",
         push: "attnres push qwen3-attnres user/qwen3-attnres --dry-run",
     },
+}
+# The options of an engine, and those of a program, go through
+CONTEXT_SETTINGS: dict[Callable, dict[str, bool]] = {
+    serve: {"allow_extra_args": True, "ignore_unknown_options": True},
+    run: {"allow_interspersed_args": False},
 }
 app = typer.Typer(
     help="Attention Residuals for transformers.",
@@ -94,8 +102,7 @@ app.callback()(attnres)
 for panel, commands in COMMANDS.items():
     for command, example in commands.items():
         name = command.__name__.rstrip("_")  # `eval` and `import` are words of Python
-        # The options of an engine go through
-        settings = {"allow_extra_args": True, "ignore_unknown_options": True} if command is serve else None
+        settings = CONTEXT_SETTINGS.get(command)
         app.command(name, rich_help_panel=panel, epilog=f"Example: {example}", context_settings=settings)(command)
 
 

@@ -21,6 +21,7 @@ PACKAGES = {
     "inspect": ("matplotlib",),
     "bench": ("matplotlib",),
     "scaling": ("datasets", "peft", "matplotlib", "scipy"),
+    "chat": ("fastapi", "openai", "uvicorn"),
     "demo": ("lm_eval", "datasets", "peft", "trl", "matplotlib", "scipy", "statsmodels"),
 }
 

@@ -29,20 +29,26 @@ def serve_with_transformers(
         if importlib.util.find_spec(requirement) is None:
             raise ModuleNotFoundError(f"{requirement} is not installed", name=requirement)
     _check_folder(model)
-    import transformers
     from huggingface_hub import constants
     from transformers.cli.transformers import app
 
-    from .. import AttnResForCausalLM, AttnResForConditionalGeneration
     from .fields import Limits
     from .guard import put_around
 
     put_around(Limits(max_prompt_tokens, max_new_tokens or Limits.new_tokens))
     Path(constants.HF_HUB_CACHE).mkdir(parents=True, exist_ok=True)  # where it looks for models, and fails without
-    # The server looks the class of a checkpoint up by its name there
+    make_classes_known()
+    app(["serve", *([] if model is None else [model]), *options], prog_name="attnres")
+
+
+def make_classes_known():
+    """To transformers' server, which looks the class of a checkpoint up by its name."""
+    import transformers
+
+    from .. import AttnResForCausalLM, AttnResForConditionalGeneration
+
     transformers.AttnResForCausalLM = AttnResForCausalLM
     transformers.AttnResForConditionalGeneration = AttnResForConditionalGeneration
-    app(["serve", *([] if model is None else [model]), *options], prog_name="attnres")
 
 
 def serve_with_vllm(

@@ -24,7 +24,7 @@ from attnres.data.text import read_sample, train_tokenizer
 
 PROGRAM = get_command(app)
 NAMES = sorted(PROGRAM.commands)
-WITHOUT_JSON = ["demo", "serve"]
+WITHOUT_JSON = ["chat", "demo", "run", "serve"]
 SITE = {"weights": [0.5, 0.5], "relative_entropy": 0.75, "predecessor_weight": 0.5}
 
 
@@ -289,11 +289,19 @@ MISTYPED = [
     (["plan", "./nope"], "There is no folder `./nope`"),
     (["scaling", "run", "nope.yaml"], "There is no file `nope.yaml`"),
     (["serve", "./nope"], "is not a checkpoint"),
+    (["chat", "./nope"], "There is no folder `./nope`"),
     (["card", "./nope"], "There is no folder `nope`"),
     (["push", "./nope", "someone/x"], "There is no folder `nope`"),
 ]
 # Packages that are not installed, and who says so
-MISSING = {"inspect": "matplotlib", "finetune": "trl", "eval": "lm_eval", "bench": "matplotlib", "scaling": "scipy"}
+MISSING = {
+    "inspect": "matplotlib",
+    "finetune": "trl",
+    "eval": "lm_eval",
+    "bench": "matplotlib",
+    "chat": "openai",
+    "scaling": "scipy",
+}
 BEFORE_TORCH = """
 import importlib.util, json, sys
 import attnres.cli.checks

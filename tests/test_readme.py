@@ -126,6 +126,7 @@ def commands() -> set[str]:
 @pytest.mark.parametrize("command", sorted(commands()))
 def test_commands_exist(command):
     name, *words = shlex.split(command)[1:]
+    words = words[: words.index("--")] if "--" in words else words  # what `run` runs is not ours
     options = {option for parameter in COMMANDS[name].params for option in parameter.opts}
     if name == "serve":  # other options are the engine's, of which vLLM is not installed here
         transformers_cli = pytest.importorskip("transformers.cli.transformers")  # older ones need more packages

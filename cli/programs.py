@@ -1,0 +1,53 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The commands that run programs of others with AttnRes models: transformers' chat, and any program."""
+
+import os
+import shutil
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from .checks import need_checkpoint, need_packages
+
+
+def chat(
+    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A folder or a Hub id: AttnRes or not.")],
+    settings: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="NAME=VALUE", help="Settings of generation, such as max_new_tokens=100."),
+    ] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="The first message of every conversation.")] = None,
+    device: Annotated[str, typer.Option(help="Where to run the model: auto, cpu, cuda:0 ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Of the model: auto is that of the checkpoint.")] = "auto",
+):
+    """Talk to a model in the terminal, in transformers' own chat: !help lists what it takes, !exit ends it."""
+    need_checkpoint(checkpoint, None)
+    need_packages("chat")
+    from ..serving.chat import chat
+
+    chat(checkpoint, settings or [], system_prompt, device, dtype)
+
+
+def run(
+    program: Annotated[str, typer.Argument(metavar="PROGRAM", help="A program, a file of Python, or -m.")],
+    arguments: Annotated[
+        list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, or the module that -m runs and its own.")
+    ] = None,
+):
+    """Run a program that knows AttnRes checkpoints: attnres is imported in it, and in every Python that it starts.
+
+    Put -- before PROGRAM. Exit code and signals are the program's.
+    """
+    words = [program, *(arguments or [])]
+    if program == "-m" or program.endswith(".py"):
+        words = [sys.executable, *words]
+    # As in an activated environment: that of attnres, which the program needs
+    path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
+    found = shutil.which(words[0], path=path)
+    if found is None:
+        raise FileNotFoundError(f"There is no program `{program}`: no file of this name, and none on the PATH.")
+    folders = [str(Path(__file__).parent / "every_python"), *filter(None, [os.environ.get("PYTHONPATH")])]
+    sys.stdout.flush()
+    os.execve(found, words, {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(folders)})
