@@ -43,11 +43,12 @@ def run(
     words = [program, *(arguments or [])]
     if program == "-m" or program.endswith(".py"):
         words = [sys.executable, *words]
-    # As in an activated environment: that of attnres, which the program needs
+    # Of the environment that attnres is in first, which need not be active
     path = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", os.defpath)])
     found = shutil.which(words[0], path=path)
     if found is None:
         raise FileNotFoundError(f"There is no program `{program}`: no file of this name, and none on the PATH.")
     folders = [str(Path(__file__).parent / "every_python"), *filter(None, [os.environ.get("PYTHONPATH")])]
     sys.stdout.flush()
-    os.execve(found, words, {**os.environ, "PATH": path, "PYTHONPATH": os.pathsep.join(folders)})
+    # By its path, as Python finds its environment by that
+    os.execve(found, [found, *words[1:]], {**os.environ, "PYTHONPATH": os.pathsep.join(folders)})
