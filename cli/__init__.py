@@ -1,8 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The `attnres` program: all its commands with an example of each, and how it ends.
 
-The commands are in `start.py`, `convert.py`, `train.py`, `measure.py` and `share.py`; `console.py` has how they speak,
-and `checks.py` what they check before anything that takes seconds is imported.
+The commands are in `start.py`, `convert.py`, `train.py`, `measure.py` and `share.py`. `console.py` prints for all of
+them, `help.py` shows their help, and `checks.py` has what they check before anything that takes seconds is imported.
 """
 
 from collections.abc import Callable
@@ -13,6 +13,7 @@ import typer
 from ..utils.installation import how_to_install
 from .console import fail
 from .convert import convert, export, import_, revert, verify
+from .help import Command, Group
 from .measure import bench, eval_, inspect, plan, report, scaling
 from .share import card, push, serve
 from .start import demo, env, families
@@ -86,6 +87,7 @@ COMMANDS: dict[str, dict[Callable, str]] = {
     },
 }
 app = typer.Typer(
+    cls=Group,
     help="Attention Residuals for transformers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -96,7 +98,9 @@ for panel, commands in COMMANDS.items():
         name = command.__name__.rstrip("_")  # `eval` and `import` are words of Python
         # The options of an engine go through
         settings = {"allow_extra_args": True, "ignore_unknown_options": True} if command is serve else None
-        app.command(name, rich_help_panel=panel, epilog=f"Example: {example}", context_settings=settings)(command)
+        app.command(name, cls=Command, rich_help_panel=panel, epilog=f"Example: {example}", context_settings=settings)(
+            command
+        )
 
 
 def main():
@@ -105,7 +109,7 @@ def main():
     `__main__.py`, which calls it, is for interruptions.
     """
     try:
-        app()
+        app(prog_name="attnres")
     except ModuleNotFoundError as error:
         if error.name not in OPTIONAL_MODULES:
             raise

@@ -19,10 +19,10 @@ console = Console()
 
 
 def json_option(keys: str) -> Any:
-    return typer.Option("--json", help=f"Print JSON and nothing else, an object with {keys}.")
+    return typer.Option("--json", help=f"Print only JSON: an object with {keys}.")
 
 
-Revision = Annotated[str | None, typer.Option(help="Branch, tag or commit of a Hub id.")]
+Revision = Annotated[str | None, typer.Option(help="Use this branch, tag or commit of the Hub repository.")]
 WroteJson = Annotated[bool, json_option("wrote")]
 
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The commands to begin with: a demonstration, which decoders can be a base, and what is installed here."""
+"""The commands to begin with: a demonstration, the model types that can be converted, and what is installed."""
 
 import importlib
 from pathlib import Path
@@ -28,13 +28,15 @@ ENVIRONMENT = {
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="Checkpoint to use, a folder or a Hub id. By default a small Qwen3 is trained first."),
+        typer.Option(help="Use this folder or Hub id. Without it, the demo first trains a small Qwen3."),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the checkpoints.")] = Path("attnres-demo"),
-    num_blocks: Annotated[int, typer.Option(min=1, help="Number of AttnRes blocks.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of the small model.")] = 300,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the checkpoints to this folder.")] = Path(
+        "attnres-demo"
+    ),
+    num_blocks: Annotated[int, typer.Option(min=1, help="Make this many AttnRes blocks.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Train the small model for this many steps.")] = 300,
 ):
-    """Turn a PreNorm model into an AttnRes one and show that it computes the same. Offline, on a CPU, in minutes."""
+    """Convert a PreNorm model to AttnRes and show that it computes the same. Runs offline on a CPU in minutes."""
     need_packages("demo")
     need_checkpoints([model])
     check_writable(output)
@@ -45,18 +47,20 @@ def demo(
 
 def families(
     types: Annotated[
-        list[str] | None, typer.Argument(metavar="[TYPE]...", help="Model types. \\[default: all]")
+        list[str] | None, typer.Argument(metavar="TYPE", help="Show these model types. \\[default: all]")
     ] = None,
-    probe: Annotated[str | None, typer.Option(metavar="FOLDER_OR_ID", help="Look at a checkpoint's code.")] = None,
+    probe: Annotated[
+        str | None, typer.Option(metavar="FOLDER_OR_ID", help="Analyse the code of this checkpoint.")
+    ] = None,
     revision: Revision = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that the checkpoint brings.")
+        bool, typer.Option("--trust-remote-code", help="Allow the checkpoint to run its own code.")
     ] = False,
     as_json: Annotated[
-        bool, json_option("transformers, supported, refused, others; of a probe model_type, num_sites, layers")
+        bool, json_option("transformers, supported, refused and others; with --probe model_type, num_sites and layers")
     ] = False,
 ):
-    """Show which decoders can be a base, or whether a checkpoint can: where its code reads and writes the stream."""
+    """Show which model types can be converted, or whether a checkpoint can and where its code uses the stream."""
     if probe is not None and not types:
         need_checkpoints([probe], revision)
     from ..base.families import survey, survey_table
@@ -81,8 +85,8 @@ def families(
         console.print(summary, highlight=False)
 
 
-def env(as_json: Annotated[bool, json_option("attnres, python, platform, packages, errors, reads")] = False):
-    """Show versions, what cannot be imported, devices, and which code computes reads over depth on them and why."""
+def env(as_json: Annotated[bool, json_option("attnres, python, platform, packages, errors and reads")] = False):
+    """Show versions, packages that cannot be imported, devices, and the code that computes reads on them."""
     import platform
 
     from .. import __version__

@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The commands that train models: from scratch, and further on."""
+"""The commands that train models: from scratch, or from a checkpoint."""
 
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -12,10 +12,8 @@ from .console import console, json_option, note, only_json_on_stdout, print_json
 
 
 RunFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Fields of the run; see training/configs.")]
-RunFields = Annotated[
-    list[str] | None, typer.Argument(metavar="FIELD=VALUE...", help="In place of those of the file.")
-]
-RunJson = Annotated[bool, json_option("trainable_parameters, query_learning_rate, losses, explanation, wrote")]
+RunFields = Annotated[list[str] | None, typer.Argument(metavar="FIELD=VALUE", help="Override fields of the file.")]
+RunJson = Annotated[bool, json_option("trainable_parameters, query_learning_rate, losses, explanation and wrote")]
 
 
 class InterruptedRun(SystemExit):
@@ -28,11 +26,14 @@ def finetune(
     config: RunFile,
     fields: RunFields = None,
     show_batch: Annotated[
-        bool, typer.Option("--show-batch", help="Print the first batch and what is learned in it; do not train.")
+        bool, typer.Option("--show-batch", help="Print the first batch, mark the tokens to learn, and do not train.")
     ] = False,
     as_json: RunJson = False,
 ):
-    """Fine-tune a checkpoint: all of it, LoRA and the depth queries, or the queries alone. Run again, it resumes."""
+    """Fine-tune a checkpoint: all of it, LoRA and the depth queries, or only the queries.
+
+    Run the same command again to resume an interrupted run.
+    """
     if show_batch and as_json:
         raise typer.BadParameter("--show-batch is for people to read: leave --json out.")
     try:
@@ -49,7 +50,10 @@ def pretrain(
     fields: RunFields = None,
     as_json: RunJson = False,
 ):
-    """Train a model from scratch, or further on, also over the stages of a pipeline. Run again, it resumes."""
+    """Train a model from scratch, or continue with a checkpoint, in one process or over the stages of a pipeline.
+
+    Run the same command again to resume an interrupted run.
+    """
     try:
         _train("pretrain", config, fields, as_json)
     except KeyboardInterrupt:

@@ -79,6 +79,27 @@ def test_help(command, run_attnres, capsys):
     PROGRAM.commands[command].make_context(command, arguments)  # fails for what it does not take
 
 
+def test_help_shows_what_to_type(run_attnres, capsys):
+    """Arguments without braces, flags without a type, numbers without the names that Python has for them."""
+    for command, usage in {
+        "convert": "[OPTIONS] SOURCE OUTPUT",
+        "finetune": "[OPTIONS] CONFIG.yaml [FIELD=VALUE]...",
+        "eval": "[OPTIONS] MODEL...",
+        "inspect": "[OPTIONS] MODEL [OTHER]",
+        "families": "[OPTIONS] [TYPE]...",
+    }.items():
+        assert run_attnres(command, "--help") == 0
+        lines = [line.strip(" │") for line in capsys.readouterr().out.splitlines()]
+        assert f"Usage: attnres {command} {usage}" in lines
+    assert run_attnres("convert", "--help") == 0
+    shown = capsys.readouterr().out
+    assert not re.search(r"<\w+>|x>=|[{}]", shown)
+    assert re.search(r"--num-blocks +NUMBER +Make", shown) and re.search(r"--full +Use", shown)
+    assert re.search(r"--weights +softmax\|sigmoid\|softmax1 +Turn", shown)
+    assert run_attnres("convert", "a", "b", "--num-blocks", 0) == 2
+    assert "greater than or equal to 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", NAMES)
 def test_unknown_option(command, run_attnres, capsys):
     assert run_attnres(command, "--no-such-option") == 2
@@ -98,7 +119,7 @@ def test_the_same_words_for_the_same_things():
     assert short_forms["--output"] == {("-o",)}
     for name in ("convert", "revert", "import", "export"):
         arguments = [param for param in PROGRAM.commands[name].params if param.param_type_name == "argument"]
-        assert [argument.metavar for argument in arguments] == ["SRC", "DST"]
+        assert [argument.metavar for argument in arguments] == ["SOURCE", "OUTPUT"]
     options = {name: {opt for param in PROGRAM.commands[name].params for opt in param.opts} for name in NAMES}
     assert [name for name in NAMES if "--json" not in options[name]] == WITHOUT_JSON
 
