@@ -190,6 +190,7 @@ def verify(
         print_json(report.to_dict())
     else:
         show_markdown(report.to_markdown())
+        say(report.verdict)
     if not report.equal:
         raise typer.Exit(1)
 
@@ -232,7 +233,8 @@ def show(report: "ConversionReport", destination: Path, as_json: bool, hint: str
     if as_json:
         print_json(report.to_dict(), [destination])
         return
-    show_markdown(report.to_markdown())
+    show_markdown(report.summary_in_markdown())
+    say(report.verdict)
     if hint is not None:
         say(hint)
     say_written([destination])

@@ -123,8 +123,8 @@ def write_checkpoint(conversion: Conversion, path: Path, how: Writing) -> Conver
             verification = compare_with(reference, written, how.device)
             if not (verification.equal or how.may_differ):
                 raise ValueError(
-                    f"`{path}` would not compute what `{source.name}` does, so it is not written. The first difference"
-                    f" is at {verification.first_difference}; please report this.\n{verification.to_markdown()}"
+                    f"`{path}` would not compute the same as `{source.name}`, so it is not written."
+                    f" {verification.verdict}. Please report this."
                 )
         report = ConversionReport(
             destination=path.name,

@@ -15,10 +15,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from tiny_models import tiny_base_model
 from typer.main import get_command
 
 from attnres.cli import COMMANDS, app
+from attnres.cli.console import console
 from attnres.data.text import read_sample, train_tokenizer
 
 
@@ -216,6 +218,30 @@ def test_paths_are_said_at_the_end(base, tmp_path, run_attnres, capsys):
     assert run_attnres("convert", base, tmp_path / "out", "--no-verify") == 0
     printed = capsys.readouterr().out
     assert printed.splitlines()[-1] == f"Wrote {tmp_path / 'out'}" and "\x1b" not in printed
+
+
+def test_a_verdict_is_one_line(base, tmp_path, run_attnres, capsys):
+    assert run_attnres("convert", base, tmp_path / "out", "--num-blocks", 2) == 0
+    figures = r"largest difference \d\.\de-\d+, tolerance \d\.\de-\d+ \(float32\)"
+    assert re.search(rf"^Passed: {figures}$", capsys.readouterr().out, re.MULTILINE)
+    assert run_attnres("convert", base, tmp_path / "unseen", "--no-verify") == 0
+    assert "\nNot verified: the models were not compared\n" in capsys.readouterr().out
+    other = tiny_base_model("llama", vocab_size=300)
+    torch.nn.init.normal_(other.lm_head.weight)
+    other.save_pretrained(tmp_path / "other")
+    shutil.copy(base / "tokenizer.json", tmp_path / "other")
+    assert run_attnres("verify", base, tmp_path / "other", "--max-tokens", 64) == 1
+    failed = rf"^Failed: {figures}\. The first difference is at .+$".replace("e-", "e[-+]")
+    assert re.search(failed, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_table_of_families_fits_a_terminal(run_attnres, capsys, monkeypatch):
+    monkeypatch.setattr(console, "_width", 80)
+    assert run_attnres("families") == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    rows = {line.split()[0]: line.split()[1:3] for line in lines[3:-3] if line[:3].strip()}
+    assert rows["llama"] == ["yes", "packing,"] and rows["bert"] == ["no", "its"] and len(rows) == 198
 
 
 def stand_in(result):

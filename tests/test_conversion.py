@@ -461,7 +461,9 @@ def test_experts_at_near_ties_in_half_precision(family, seed, tmp_path, monkeypa
 
 def test_a_conversion_that_is_not_equal_leaves_nothing(base, tmp_path, monkeypatch):
     monkeypatch.setattr(parity_module, "FP32_TOLERANCE", 0)
-    with pytest.raises(ValueError, match="would not compute what .* does, so it is not written. The first difference"):
+    with pytest.raises(
+        ValueError, match="would not compute the same as .*, so it is not written. Failed: .* The first difference"
+    ):
         convert(base, tmp_path / "attnres")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 

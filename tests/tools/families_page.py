@@ -27,7 +27,7 @@ PAGE, RECORD = ROOT / "docs/families.md", ROOT / "base/families.json"
 HEAD = """# Which decoders can be a base
 
 This page lists every type that transformers {version} has a causal language model of. {supported} are supported,
-{refused} are refused, and {others} are not decoders. `attnres families` shows the same. For any other checkpoint,
+{refused} are refused, and {others} are not decoders. `attnres families` shows which. For any other checkpoint,
 `attnres families --probe FOLDER_OR_ID` says whether it can be a base, and where its code reads its residual stream and
 writes to it.
 
