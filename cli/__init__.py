@@ -11,7 +11,7 @@ from typing import Annotated
 import typer
 
 from ..utils.installation import how_to_install
-from .console import fail
+from .console import fail, with_verbosity
 from .convert import convert, export, import_, revert, verify
 from .help import Command, Group
 from .measure import bench, eval_, inspect, plan, report, scaling
@@ -98,9 +98,10 @@ for panel, commands in COMMANDS.items():
         name = command.__name__.rstrip("_")  # `eval` and `import` are words of Python
         # The options of an engine go through
         settings = {"allow_extra_args": True, "ignore_unknown_options": True} if command is serve else None
-        app.command(name, cls=Command, rich_help_panel=panel, epilog=f"Example: {example}", context_settings=settings)(
-            command
+        register = app.command(
+            name, cls=Command, rich_help_panel=panel, epilog=f"Example: {example}", context_settings=settings
         )
+        register(with_verbosity(command))
 
 
 def main():

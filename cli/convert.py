@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from .checks import need_checkpoint, need_checkpoints, need_destination, need_files, need_source
-from .console import Revision, json_option, only_json_on_stdout, print_json, say, say_written, show_markdown
+from .console import Revision, is_verbose, json_option, print_json, say, say_written, show_markdown, working
 
 
 if TYPE_CHECKING:
@@ -91,7 +91,7 @@ def convert(
     """Turn a PreNorm checkpoint into an equivalent AttnRes one, or change the blocks of an AttnRes one."""
     if (block_size is not None) + (num_blocks is not None) + full > 1:
         raise typer.BadParameter("--block-size, --num-blocks and --full contradict: give one of them.")
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_destination(destination, source)
         revision = need_source(source, gguf_file, revision)
         need_files([verify_text])
@@ -144,7 +144,7 @@ def revert(
     as_json: ConversionJson = False,
 ):
     """Recover the PreNorm checkpoint that an AttnRes one was made from, bit for bit."""
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_destination(destination, source)
         revision = need_checkpoint(source, revision)
         need_files([verify_text])
@@ -180,7 +180,7 @@ def verify(
 
     The exit code is 1 if they do not.
     """
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_checkpoints([first, second])
         need_files([text])
         from ..conversion import verify
@@ -197,7 +197,7 @@ def verify(
 
 def import_(source: Source, destination: Destination, revision: Revision = None, as_json: ConversionJson = False):
     """Convert a checkpoint of flash-linear-attention, or one with Kimi K3's names, to an AttnRes one."""
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_destination(destination, source)
         revision = need_checkpoint(source, revision)
         from ..conversion import import_checkpoint
@@ -219,7 +219,7 @@ def export(
     as_json: ConversionJson = False,
 ):
     """Convert an AttnRes checkpoint for flash-linear-attention, or to Kimi K3's names."""
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_destination(destination, source)
         revision = need_checkpoint(source, revision)
         from ..conversion import export_checkpoint
@@ -233,8 +233,10 @@ def show(report: "ConversionReport", destination: Path, as_json: bool, hint: str
     if as_json:
         print_json(report.to_dict(), [destination])
         return
-    show_markdown(report.summary_in_markdown())
+    with working():
+        show_markdown(report.to_markdown() if is_verbose() else report.summary_in_markdown())
     say(report.verdict)
-    if hint is not None:
-        say(hint)
+    with working():
+        if hint is not None:
+            say(hint)
     say_written([destination])

@@ -26,7 +26,6 @@ from transformers import (
     TrainingArguments,
     set_seed,
 )
-from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoints.checkpoint import different_tensors, load_language_model, load_tokenizer, open_checkpoint
 from ..conversion import convert, revert
@@ -230,7 +229,8 @@ def convert_and_revert(base: str | Path, output: Path, num_blocks: int):
             shutil.rmtree(output / name)
     console.print(f"Converting {base} ...")
     report = convert(base, output / "attnres", num_blocks=num_blocks)
-    console.print(Markdown(report.to_markdown()))
+    console.print(Markdown(report.summary_in_markdown()))
+    console.print(report.verdict)
     console.print("Reverting it ...")
     revert(output / "attnres", output / "reverted", verify=False)
     original, reverted = open_checkpoint(base), open_checkpoint(output / "reverted")
@@ -324,14 +324,17 @@ def depth_weights(output: Path, held_out: list[str]):
     console.print("Before it every read took all of its sources alike; each row is one read, and adds up to 1.")
 
 
-def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
-    """See `attnres demo --help`."""
+def run_demo(model: str | None, output: Path, num_blocks: int, steps: int) -> list[tuple[str, str | Path, str]]:
+    """See `attnres demo --help`.
+
+    Returns:
+        What was written: its name, its path, and a remark or an empty string.
+    """
     from .. import eval, inspection, training  # noqa: F401 parts with extras; a missing one shows before work starts
 
     if output.is_file():
         raise ValueError(f"`--output {output}` is a file; name a folder.")
     start = time.perf_counter()
-    disable_progress_bar()  # of loading and saving, which take no time here
     base, converted = base_model(model, output, steps), output / "attnres"
     convert_and_revert(base, output, num_blocks)
     _, held_out = standard_library()
@@ -360,12 +363,13 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
             ("Fine-tuned checkpoints", output / "finetuned", "their curves are in loss.png"),
             ("Depth weights", output / "depth", "open index.html in a browser"),
         ]
-    for name, path, what in written:  # not wrapped, so that a path can be copied
-        console.print(f"{name}: {path}{what and f', {what}'}", soft_wrap=True)
-    console.print("\nTry next:")
-    for command in (
+    return written
+
+
+def commands_to_try(output: Path) -> list[str]:
+    converted = output / "attnres"
+    return [
         f"attnres inspect {converted} --file your.txt -o {output / 'yours'}",
-        f"attnres finetune training/configs/laptop_cpu.yaml model={converted} dataset=your.jsonl",
+        f"attnres finetune laptop_cpu model={converted} dataset=your.jsonl",
         "attnres convert YOUR_MODEL your-attnres --num-blocks 8",
-    ):
-        console.print(f"  {command}", style="bold", soft_wrap=True)
+    ]

@@ -16,11 +16,11 @@ from .console import (
     console,
     json_option,
     note,
-    only_json_on_stdout,
     print_json,
     say,
     say_written,
     show_markdown,
+    working,
 )
 
 
@@ -107,7 +107,7 @@ def eval_(
 
 def _prefetch(models: list[str], suite: str | None, tasks: list[str], as_json: bool) -> dict[str, str]:
     """Fetch and tell; what was skipped."""
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_packages("eval")
         from ..eval import prefetch
 
@@ -134,7 +134,7 @@ def _evaluate(
         settings: of `EvalOptions`.
         arguments: of `evaluate`.
     """
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_packages("eval", *(["vllm"] if settings["backend"] == "vllm" else []))
         need_checkpoints(models)
         need_folders([peft if peft is not None and peft.startswith((".", "/", "~")) else None])
@@ -172,7 +172,7 @@ def report(
     as_json: WroteJson = False,
 ):
     """Rewrite the tables and plots of finished evaluations without running anything."""
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_packages("report")
         need_folders(folders)
         from ..eval.report import rebuild
@@ -219,7 +219,7 @@ def inspect(
     ] = False,
 ):
     """Show which layers a model reads from: its depth weights on a text, as a page, pictures and JSON."""
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_packages("inspect", *(["datasets"] if dataset is not None else []))
         need_checkpoints([*models, base])
         need_files([file])
@@ -305,7 +305,7 @@ def bench(
 ):
     """Compare the speed and memory of AttnRes models with their PreNorm twin, in one process."""
     try:
-        with only_json_on_stdout(as_json):
+        with working(as_json):
             need_packages("bench")
             need_checkpoints([model])
             check_writable(output)
@@ -326,7 +326,7 @@ def bench(
     except KeyboardInterrupt:
         partial = output / "bench.partial.json"
         if partial.exists():
-            with only_json_on_stdout(as_json):
+            with working(as_json):
                 say(f"What was measured is in {partial}; the same command goes on from there.")
         raise
     wrote = [output / f"bench{suffix}" for suffix in (".json", ".md", ".png", ".svg")]
@@ -365,7 +365,7 @@ def scaling(
     """
     if (step == ScalingStep.run) != (ladder is not None):
         raise typer.BadParameter("run takes a YAML file of a ladder, and fit and plot take none.")
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_packages("scaling")
         need_files([ladder])
         check_writable(output)
@@ -413,7 +413,7 @@ def plan(
     ] = False,
 ):
     """Estimate what a run would cost: memory per process, traffic between stages, and the pipeline bubble."""
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_checkpoints([model])
         from ..parallel.plan import Layout, describe, plan_checkpoint
 

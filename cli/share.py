@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from .checks import need_checkpoints, need_folders
-from .console import WroteJson, json_option, only_json_on_stdout, print_json, say, say_written
+from .console import WroteJson, json_option, print_json, say, say_written, working
 
 
 CheckpointFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Use the AttnRes checkpoint in this folder.")]
@@ -24,7 +24,7 @@ def card(
     as_json: WroteJson = False,
 ):
     """Rewrite the model card of a checkpoint, and keep the entries of its metadata."""
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_folders([folder, evaluation])
         need_checkpoints([str(folder)])
         from ..model_cards.card import write_model_card
@@ -51,7 +51,7 @@ def push(
     ] = False,
 ):
     """Push a checkpoint to the Hub, with the code that loads it without attnres installed."""
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_folders([folder])
         need_checkpoints([str(folder)])
         from ..model_cards.hub import plan_push, push

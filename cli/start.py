@@ -9,7 +9,7 @@ import typer
 
 from ..utils.files import check_writable
 from .checks import need_checkpoints, need_packages
-from .console import Revision, console, json_option, only_json_on_stdout, print_json
+from .console import Revision, console, json_option, print_json, say, working
 
 
 # What results depend on, and what shows whether it can be imported: transformers itself imports little
@@ -40,9 +40,16 @@ def demo(
     need_packages("demo")
     need_checkpoints([model])
     check_writable(output)
-    from .demo import run_demo
+    with working():
+        from .demo import commands_to_try, run_demo
 
-    run_demo(model=model, output=output, num_blocks=num_blocks, steps=steps)
+        written = run_demo(model=model, output=output, num_blocks=num_blocks, steps=steps)
+    for name, path, what in written:
+        say(f"{name}: {path}{what and f', {what}'}")
+    with working():
+        say("\nTry next:")
+        for command in commands_to_try(output):
+            say(f"  {command}")
 
 
 def families(
@@ -70,7 +77,7 @@ def families(
     if probe is not None and types:
         raise typer.BadParameter("--probe looks at one checkpoint, and takes no model types.")
     if probe is not None:
-        with only_json_on_stdout(as_json):
+        with working(as_json):
             config = read_config(probe, revision, trust_remote_code)
             result = probe_report(config) if as_json else describe_probe(config)
         if as_json:
@@ -91,7 +98,7 @@ def env(as_json: Annotated[bool, json_option("attnres, python, platform, package
 
     from .. import __version__
 
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         found = {"attnres": __version__, "python": platform.python_version(), "platform": platform.platform()}
         found["packages"] = packages = {package: _installed_version(package) for package in ENVIRONMENT}
         found["errors"] = errors = {

@@ -8,7 +8,7 @@ import typer
 from rich.console import Console
 
 from .checks import need_run
-from .console import console, json_option, note, only_json_on_stdout, print_json, say, say_written
+from .console import console, json_option, note, print_json, say, say_written, working
 
 
 RunFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Fields of the run; see training/configs.")]
@@ -96,7 +96,7 @@ def _show_batch(config: Path, fields: list[str] | None):
 
 def _train(kind: str, config: Path, fields: list[str] | None, as_json: bool):
     overrides = _overrides(fields)
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_run(kind, config, overrides)
         from .. import training
 
