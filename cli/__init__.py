@@ -17,7 +17,7 @@ from .help import Command, Group
 from .measure import bench, eval_, inspect, plan, report, scaling
 from .share import card, push, serve
 from .start import demo, env, families
-from .train import finetune, pretrain
+from .train import finetune, pretrain, tokenizer
 
 
 # What not every installation has, and the extra that brings it
@@ -67,6 +67,7 @@ COMMANDS: dict[str, dict[Callable, str]] = {
         export: "attnres export attnres-model fla-model --to fla",
     },
     "Train": {
+        tokenizer: "attnres tokenizer texts -o my-tokenizer --vocab-size 16000",
         pretrain: "attnres pretrain pretrain.yaml max_steps=1000 output_dir=pretrained",
         finetune: "attnres finetune run.yaml max_steps=100 output_dir=run",
     },

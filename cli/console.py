@@ -102,6 +102,7 @@ def set_verbosity(verbosity: Verbosity):
     libraries = ("transformers", "datasets", "huggingface_hub")
     after_import({f"{name}.utils.logging": lambda log: getattr(log, f"set_verbosity_{level}")() for name in libraries})
     if verbosity != Verbosity.VERBOSE:
+        logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
         if not sys.warnoptions:
             warnings.simplefilter("ignore")
         after_import(

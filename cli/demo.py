@@ -22,7 +22,6 @@ from rich.table import Table
 from transformers import (
     AutoModelForCausalLM,
     Qwen3Config,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
@@ -30,6 +29,7 @@ from transformers import (
 from ..checkpoints.checkpoint import different_tensors, load_language_model, load_tokenizer, open_checkpoint
 from ..conversion import convert, revert
 from ..data.text import package_sources, standard_library, train_tokenizer, windows
+from ..training import AttnResTrainer
 
 
 PROMPTS = ["def main(", "import os\n", "class Error(Exception):\n    "]
@@ -80,7 +80,7 @@ def train_base_model(folder: Path, steps: int):
     while ids.numel() < num_needed and (some := list(itertools.islice(texts, 50))):
         ids = torch.cat([ids, windows(tokenizer, some, CONTEXT)])
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    Trainer(model=model, args=arguments, train_dataset=rows).train()
+    AttnResTrainer(model=model, args=arguments, train_dataset=rows).train()
     save(folder / "base", model, tokenizer)
 
 

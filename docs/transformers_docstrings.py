@@ -5,8 +5,11 @@ Transformers' own tools take the lines of a class as they are, without `Args:`, 
 
     block_size (`int`, *optional*):
         Sublayers per block.
+
+The help of a field of a dataclass is in its metadata, as `HfArgumentParser` has it.
 """
 
+import ast
 import re
 import textwrap
 
@@ -25,3 +28,9 @@ class TransformersDocstrings(griffe.Extension):
             if "Args:\n" not in text:
                 text = BARE_ARGUMENTS.sub(lambda found: "Args:\n" + textwrap.indent(found.group(), "    "), text)
             obj.docstring.value = text
+
+    def on_attribute_instance(self, *, node, attr: griffe.Attribute, **kwargs):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
+            metadata = next((keyword.value for keyword in node.value.keywords if keyword.arg == "metadata"), None)
+            if metadata is not None:
+                attr.docstring = griffe.Docstring(ast.literal_eval(metadata)["help"], parent=attr)

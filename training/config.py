@@ -26,6 +26,16 @@ from .arguments import AttnResTrainingArguments, FinetuneArguments
 
 Arguments = TypeVar("Arguments")
 MODES = ("queries", "lora", "full")
+# In place of transformers' defaults, in every run and in fine-tuning
+DEFAULTS: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_on_start": True,
+    "disable_tqdm": False,  # theirs depends on the level of messages
+}
+FINETUNE_DEFAULTS = {
+    **DEFAULTS,
+    "restore_callback_states_from_checkpoint": True,  # so that early stopping continues to count
+}
 # What a value of a field is called, by its type
 KIND_NAMES: dict[type, str] = {
     **{bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"},
@@ -144,11 +154,9 @@ def _check_range(name: str, value: Any):
 def split_config(config: dict[str, Any]) -> tuple[FinetuneArguments, AttnResTrainingArguments]:
     """Both halves of a configuration; `output_dir` is in both."""
     ours = of_fields(FinetuneArguments, config)
-    defaults = {"eval_strategy": "steps", "eval_on_start": True}
-    # Early stopping goes on counting where it was
-    defaults |= {"restore_callback_states_from_checkpoint": True}
+    defaults = FINETUNE_DEFAULTS
     if ours.early_stopping_patience is not None:
-        defaults |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        defaults = {**defaults, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     return ours, training_arguments(config, FinetuneArguments, defaults)
 
 

@@ -41,6 +41,7 @@ from ..utils.untrusted import check_folder
 from .arguments import AttnResTrainingArguments, PretrainArguments
 from .checkpoints import model_fingerprint, rows_fingerprint, source_fingerprint
 from .config import (
+    DEFAULTS,
     cannot_pack,
     check_length,
     check_rows_to_evaluate_on,
@@ -71,6 +72,13 @@ from .trainer import AttnResTrainer
 
 RUN_FILE = "pretrain.yaml"
 STREAM_FILE = "stream.json"
+PRETRAIN_DEFAULTS = {
+    **DEFAULTS,
+    "query_learning_rate": None,
+    # The stream keeps the position in the data, and its rows have a column for it
+    "ignore_data_skip": True,
+    "remove_unused_columns": False,
+}
 
 
 def pretrain(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> FinetuneResult:
@@ -118,10 +126,7 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
         ValueError: for fields, data or a model that do not fit.
     """
     arguments = of_fields(PretrainArguments, config)
-    defaults = {"eval_strategy": "steps", "eval_on_start": True, "query_learning_rate": None}
-    # The position in the data is kept by the stream, and its rows have a column of their own
-    defaults |= {"ignore_data_skip": True, "remove_unused_columns": False}
-    training = training_arguments(config, PretrainArguments, defaults)
+    training = training_arguments(config, PretrainArguments, PRETRAIN_DEFAULTS)
     check_fields(arguments, training, config)
     model_config = read_model_config(arguments)
     check_length(arguments.max_length, model_config)
