@@ -37,7 +37,7 @@ class SourceWeights:
         weights = cls(**values)
         counts = weights.tensors.items()  # AttributeError is no TypeError, so
         if not all(isinstance(name, str) and isinstance(count, int) for name, count in counts):
-            raise TypeError(f"`tensors={weights.tensors!r}` is no number of tensors by type")
+            raise TypeError(f"`tensors={weights.tensors!r}` is not a number of tensors by type")
         return weights
 
     @property
@@ -58,8 +58,8 @@ class SourceWeights:
         if not self.quantized:
             return f"weights were read from {self.in_words()} and are kept in fp32"
         return (
-            f"weights were quantised: they come from {self.in_words()} and were dequantised to fp32, so they are not"
-            " those from before the quantisation, in neither of the models that are compared here"
+            f"weights were quantised: they come from {self.in_words()} and were dequantised to fp32. Both models"
+            " that are compared here have these weights, not those from before the quantisation"
         )
 
 

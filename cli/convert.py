@@ -119,14 +119,16 @@ def convert(
         )
     serve = f"To serve it: attnres serve {destination}"
     if (destination / "modeling_attnres.py").exists():
-        hint = f"The model code is in the folder: what does not import attnres needs `trust_remote_code`. {serve}"
+        hint = (
+            f"The model code is in the folder: programs that do not import attnres need `trust_remote_code`. {serve}"
+        )
     elif report.model_type == "attnres_multimodal":
         from ..checkpoints.checkpoint import auto_class_of
 
         auto_class = auto_class_of(report.base_model_type).__name__
-        hint = f"`import attnres` before loading it, with `{auto_class}`."
+        hint = f"Import attnres before you load it with `{auto_class}`."
     else:
-        hint = f"`import attnres` before loading it; for programs that do not: convert --self-contained. {serve}"
+        hint = f"Import attnres before you load it. For programs that do not: convert with --self-contained. {serve}"
     show(report, destination, as_json, hint)
 
 

@@ -178,7 +178,9 @@ def finetune_both(base: Path, converted: Path, folder: Path, steps: int) -> dict
         }
         console.print(f"Fine-tuning the {name} model for {steps} steps on the source of networkx ...")
         results[name] = finetune(fields)
-    plot_curves({name: result.history for name, result in results.items()}, folder / "loss", "Fine-tuned alike")
+    plot_curves(
+        {name: result.history for name, result in results.items()}, folder / "loss", "Fine-tuned on the same text"
+    )
     return {name: result.losses for name, result in results.items()}
 
 
@@ -321,7 +323,9 @@ def depth_weights(output: Path, held_out: list[str]):
         weights = dict(zip(site["sources"], site["weights"]))
         table.add_row(name, *(shaded(weights[source]) if source in weights else "" for source in sources))
     console.print(table)
-    console.print("Before it every read took all of its sources alike; each row is one read, and adds up to 1.")
+    console.print(
+        "Before fine-tuning, every read weighted its sources equally. Each row is one read, and adds up to 1."
+    )
 
 
 def run_demo(model: str | None, output: Path, num_blocks: int, steps: int) -> list[tuple[str, str | Path, str]]:
@@ -344,7 +348,7 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int) -> li
         shutil.rmtree(output / "finetuned", ignore_errors=True)
         console.rule("Both fine-tuned")
         finetuned = finetune_both(base, converted, output / "finetuned", steps=max(1, steps // 5))
-        table = Table("held-out loss", *finetuned, title="What fine-tuning makes of them")
+        table = Table("held-out loss", *finetuned, title="Held-out loss before and after fine-tuning")
         for i, label in ((0, "before"), (-1, "after")):
             table.add_row(label, *(f"{losses[i]:.4f}" for losses in finetuned.values()))
         console.print(table)

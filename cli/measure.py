@@ -115,7 +115,7 @@ def _prefetch(models: list[str], suite: str | None, tasks: list[str], as_json: b
     if as_json:
         print_json({"there": there, "skipped": skipped})
     else:
-        console.print(f"There now: {', '.join(there)}", highlight=False, markup=False)
+        console.print(f"Downloaded: {', '.join(there)}", highlight=False, markup=False)
         _say_skipped(skipped)
     return skipped
 
@@ -327,7 +327,7 @@ def bench(
         partial = output / "bench.partial.json"
         if partial.exists():
             with working(as_json):
-                say(f"What was measured is in {partial}; the same command goes on from there.")
+                say(f"The measurements so far are in {partial}. Run the same command again to continue.")
         raise
     wrote = [output / f"bench{suffix}" for suffix in (".json", ".md", ".png", ".svg")]
     if as_json:

@@ -116,7 +116,7 @@ def finetune(
         else:
             _train("finetune", config, fields, as_json)
     except KeyboardInterrupt:
-        _say_interrupted("" if show_batch else " Run the same command again, and it goes on.")
+        _say_interrupted("" if show_batch else " Run the same command again to resume.")
 
 
 def pretrain(
@@ -133,7 +133,7 @@ def pretrain(
     try:
         _train("pretrain", config, fields, as_json)
     except KeyboardInterrupt:
-        _say_interrupted(" Run the same command again, and it goes on.")
+        _say_interrupted(" Run the same command again to resume.")
 
 
 def _say_interrupted(again: str) -> NoReturn:

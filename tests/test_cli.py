@@ -336,7 +336,7 @@ MISTYPED = [
     (["families", "--probe", "./nope"], "There is no folder `./nope`"),
     (["convert", "./nope", "out"], "There is no folder `./nope`"),
     (["convert", "nope.gguf", "out"], "There is no file `nope.gguf`"),
-    (["convert", "base", "base/out"], "is inside of the source"),
+    (["convert", "base", "base/out"], "is inside the source"),
     (["convert", "base", "out", "--verify-text", "nope.txt"], "There is no file `nope.txt`"),
     (["convert", "base", "file/out"], "is a file; name a folder"),
     (["revert", "./nope", "out"], "There is no folder `./nope`"),

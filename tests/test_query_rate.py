@@ -246,7 +246,7 @@ def test_a_ruinous_rate_is_told(folder, tmp_path, run_attnres, capsys, caplog, m
     assert run_attnres("finetune", tmp_path / "run.yaml") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "Peak learning rate of the depth queries: 1 " in printed
-    assert "Note: The model is worse than it was at the start" in printed
+    assert "Note: The model is worse than at the start" in printed
     warned = [record.getMessage() for record in caplog.records if "has risen" in record.getMessage()]
     assert len(warned) == 1 and "(step 3)" in warned[0]
     for text in (printed, warned[0]):

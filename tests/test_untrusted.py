@@ -142,7 +142,7 @@ HOSTILE = {
     "huge config": (
         lambda p: sparse(p / "base/config.json", 5 << 30),
         [CONVERT, PROBE],
-        "has 5,368,709,120 bytes, and a file of this name at most",
+        "has 5,368,709,120 bytes, more than the limit of",
     ),
     "deep config": (lambda p: (p / "base/config.json").write_text(DEEP), [CONVERT, PROBE], "nested too deeply"),
     "deep tokenizer config": (
@@ -178,7 +178,7 @@ HOSTILE = {
     "link to weights elsewhere": (
         lambda p: elsewhere(p / "base/model.safetensors"),
         [CONVERT],
-        "`model.safetensors` of `base` is a link out of the folder, to .*elsewhere",
+        "`model.safetensors` of `base` is a link to .*elsewhere`, outside the folder",
     ),
     "link to a tokenizer elsewhere": (
         lambda p: elsewhere(p / "attnres/tokenizer.json"),
@@ -193,7 +193,7 @@ HOSTILE = {
     "link to nothing": (
         lambda p: link(p / "attnres/chat_template.jinja", "nowhere"),
         [INSPECT, FINETUNE],
-        "chat_template.jinja` is a link to nowhere",
+        "chat_template.jinja` is a broken link",
     ),
     "adapter of an absurd rank": (
         lambda p: edit(p / "lora/adapter_config.json", r=10**6),
@@ -230,7 +230,7 @@ HOSTILE = {
             b"GGUF" + struct.pack("<IQQQ", 3, 1, 1, 1) + b"a" + struct.pack("<IIQ", 9, 4, 2**40)
         ),
         [GGUF],
-        "announces 4,398,046,511,104 bytes where there are fewer",
+        "announces 4,398,046,511,104 bytes, but there are fewer",
     ),
     "tags that are a number": (
         lambda p: (p / "attnres/README.md").write_text("---\ntags: 5\n---\n"),
@@ -277,7 +277,7 @@ HOSTILE = {
     "template that is no template": (
         lambda p: (p / "attnres/chat_template.jinja").write_text("{{ messages[0].a.b.c() }}"),
         [(*FINETUNE, "dataset=chat.jsonl")],
-        "cannot be put through the chat template",
+        "The chat template fails on a chat",
     ),
 }
 CASES = [(name, command) for name, (_, commands, _) in HOSTILE.items() for command in commands]

@@ -69,9 +69,9 @@ def check_optimizer(trainer: "Trainer"):
     if not any(kind in optimizer for kind in ("adam", "ademamix", "lion")) or "layerwise" in optimizer:
         reason = f"`optim: {optimizer}` takes other steps than Adam"
     elif trainer.is_deepspeed_enabled:
-        reason = "DeepSpeed has taken the queries apart"
+        reason = "DeepSpeed shards the queries"
     elif trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
-        reason = "FSDP has taken the queries apart (FSDP2 leaves them whole)"
+        reason = "FSDP shards the queries (FSDP2 keeps them whole)"
     if reason is not None:
         raise ValueError(f"`query_learning_rate: {AUTO}` cannot be measured: {reason}. Give a number.")
 

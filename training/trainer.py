@@ -208,7 +208,7 @@ class AttnResTrainer(Trainer):
         if not losses or losses[-1] <= losses[0]:
             return None
         return (
-            f"The model is worse than it was at the start: the held-out loss has risen from {losses[0]:.4f} to"
+            f"The model is worse than at the start: the held-out loss has risen from {losses[0]:.4f} to"
             f" {losses[-1]:.4f}. Do not use it; {self.advice()}"
         )
 
