@@ -254,7 +254,7 @@ def test_every_turn_of_the_assistant_is_learned_and_nothing_else(folder, templat
 def test_a_template_whose_turns_cannot_be_told_apart_is_refused(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     tokenizer.chat_template = "{% for m in messages %}[{{ messages | length }}{{ m.role }}]{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"message 1 of a chat .* put \{% generation %\} and \{% endgeneration %\}"):
+    with pytest.raises(ValueError, match=r"message 1 of a chat, .* put \{% generation %\} and \{% endgeneration %\}"):
         tokenize_chat({"messages": CHAT}, tokenizer)
 
 
@@ -359,7 +359,7 @@ def test_empty_rows_are_counted(folder, tmp_path, capsys):
     lines = [{"text": f"{i} and {i} is {2 * i}."} for i in range(100)]
     write_jsonl(tmp_path / "data.jsonl", [{"text": ""}, {"text": " "}, *lines])
     finetune(fields(folder, tmp_path / "out", dataset=str(tmp_path / "data.jsonl"), max_steps=1))
-    assert f"2 of {len(lines) + 2} rows of {tmp_path}/data.jsonl left out" in capsys.readouterr().out
+    assert f"Skipped 2 of {len(lines) + 2} rows of {tmp_path}/data.jsonl," in capsys.readouterr().out
 
 
 def test_rows_that_are_cut_are_counted(folder, tmp_path, capsys):
