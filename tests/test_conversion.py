@@ -586,7 +586,7 @@ BAD_SOURCES = {
         lambda d: AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(d, vocab_size=100, dtype="float32")
         ).save_pretrained(d, max_shard_size="40KB"),
-        "The tokenizer of .* gives token [0-9]+, its model has 100",
+        "The tokenizer of .* gives token [0-9]+, but its model has only 100",
     ),
 }
 

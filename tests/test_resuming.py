@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage, run, capsys):
     finetune(fields(run))
     assert weights(run / "out") == weights(run / "whole")
     said = capsys.readouterr().out
-    assert "checkpoint-4 is damaged: " in said and "The run goes on from checkpoint-2." in said
+    assert "checkpoint-4 is damaged: " in said and "The run continues from checkpoint-2." in said
     assert (run / "out/damaged-checkpoint-4").is_dir() and steps(run / "out") == [2, 4, 6]
 
 
@@ -124,7 +124,7 @@ def test_no_whole_checkpoint(run, capsys):
         flip(run / f"out/checkpoint-{step}/optimizer.pt")
     finetune(fields(run))
     assert weights(run / "out") == weights(run / "whole")
-    assert capsys.readouterr().out.count("The run begins again.") == 2
+    assert capsys.readouterr().out.count("The run starts over.") == 2
 
 
 @pytest.mark.slow

@@ -130,7 +130,7 @@ def pass_over(output: Path, checkpoint: str | None):
 
     What was whole once is renamed, so that the run does not write over it.
     """
-    goes_on = "begins again" if checkpoint is None else f"continues from {Path(checkpoint).name}"
+    goes_on = "starts over" if checkpoint is None else f"continues from {Path(checkpoint).name}"
     for path in numbered_checkpoints(output):
         if path.name == Path(checkpoint or "").name:
             break
