@@ -348,7 +348,7 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int) -> li
         shutil.rmtree(output / "finetuned", ignore_errors=True)
         console.rule("Both fine-tuned")
         finetuned = finetune_both(base, converted, output / "finetuned", steps=max(1, steps // 5))
-        table = Table("held-out loss", *finetuned, title="Held-out loss before and after fine-tuning")
+        table = Table("held-out loss", *finetuned, title="Before and after fine-tuning")
         for i, label in ((0, "before"), (-1, "after")):
             table.add_row(label, *(f"{losses[i]:.4f}" for losses in finetuned.values()))
         console.print(table)

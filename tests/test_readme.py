@@ -26,7 +26,9 @@ PAGES = {
 # A block of code, and of what it prints, which stands directly below it
 EXAMPLE = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", flags=re.DOTALL)
 # What the pages leave out, and say so: the log of a run or of transformers' Trainer, and progress bars
-LEFT_OUT = re.compile(r"^(step +\d.*|Learning rate of the depth queries: .*|\{'.*\}|.*━.*)\n", flags=re.MULTILINE)
+LEFT_OUT = re.compile(
+    r"^(step +\d+/\d+ .*|Learning rate of the depth queries: .*|\{'.*\}|.*━.*)\n", flags=re.MULTILINE
+)
 COMMANDS = typer.main.get_command(app).commands
 # The pages of the site that lie elsewhere in the repository, as in docs/site_pages.py
 ELSEWHERE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHANGELOG.md": "changelog.md"}
