@@ -9,7 +9,7 @@ from typing import Any
 
 from rich import box
 from rich.markup import escape
-from rich.table import Table
+from rich.table import Column, Table
 
 
 # Written by `tests/tools/families_page.py`
@@ -46,29 +46,22 @@ def survey(types: Sequence[str] | None = None) -> dict[str, Any]:
 
 
 def survey_table(types: Sequence[str] | None = None) -> tuple[Table, str]:
-    """The same as a table, types in the order that is asked for, and a sentence below it on all that were measured.
+    """The same as a table of 80 columns, in the order of `types`, and a sentence below it on all that were measured.
 
     Arguments and errors as for `survey`.
     """
     found = survey()
     chosen = survey(types)
     supported, reasons = chosen["supported"], chosen["refused"] | chosen["others"]
-    table = Table("type", "additions\nper layer", "zero\nqueries", "random\nqueries", "what else", box=box.SIMPLE)
+    table = Table(Column("type", no_wrap=True), "converts", "why not, or what else works", box=box.SIMPLE)
     for name in types or sorted(supported | reasons):
         if name in reasons:
-            cannot = "refused" if name in chosen["refused"] else "not a decoder"
-            table.add_row(name, "-", "-", "-", f"{cannot}: {escape(reasons[name])}")
-            continue
-        measured = supported[name]
-        can = [feature for feature in FEATURES if measured[feature]]
-        differences = [
-            "-" if measured[key] is None else f"{measured[key]:.0e}" for key in ("zero_queries", "random_queries")
-        ]
-        table.add_row(name, ", ".join(map(str, measured["additions"])), *differences, ", ".join(can))
-    counts = (
-        f"{len(found['supported'])} supported, {len(found['refused'])} refused, {len(found['others'])} not decoders"
-    )
+            table.add_row(name, "no", escape(reasons[name]))
+        else:
+            can = [feature for feature in FEATURES if supported[name][feature]]
+            table.add_row(name, "yes", ", ".join(can))
+    counts = [len(found[kind]) for kind in KINDS]
     return table, (
-        f"transformers {found['transformers']}: {counts}. Differences are relative, of the logits: with queries of"
-        " zero from the base, with random ones from the definition."
+        f"Of the {sum(counts)} types with a causal language model in transformers {found['transformers']}, {counts[0]}"
+        " can be converted. `--json` has what was measured of each."
     )

@@ -286,7 +286,7 @@ def open_checkpoint(
     check_folder(folder, follow_links=follow_links, parsed=("config.json",))
     if (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"`{source}` holds an adapter beside whole weights, and transformers would load the one onto the other."
+            f"`{source}` holds both an adapter and full weights, and transformers would load the one onto the other."
             " Remove `adapter_config.json` if the adapter is merged into the weights, or merge it:"
             " `AutoPeftModelForCausalLM.from_pretrained(...).merge_and_unload().save_pretrained(...)`."
         )
@@ -393,7 +393,7 @@ def read_config(model: str, revision: str | None = None, trust_remote_code: bool
             raise ValueError(
                 f"The code of `{model}` calls its model type {config.model_type!r}, as transformers calls one of its"
                 " own. Give it another `model_type` in its code and in config.json, or leave out"
-                " `trust_remote_code` to look at transformers' model."
+                " `trust_remote_code` to probe transformers' model."
             )
         AutoConfig.register(config.model_type, type(config), exist_ok=True)
         for auto_class in (AutoModel, AutoModelForCausalLM):
@@ -452,7 +452,7 @@ def check_adapter(folder: str | Path):
     if not (folder / "adapter_config.json").exists():
         raise OSError(f"`{folder}` holds no adapter_config.json, so it is not a PEFT adapter.")
     if not (folder / ADAPTER_FILE).exists():
-        raise OSError(f"`{folder}` holds no {ADAPTER_FILE}, so it is not a whole PEFT adapter.")
+        raise OSError(f"`{folder}` holds no {ADAPTER_FILE}, so it is not a complete PEFT adapter.")
     config = read_json(folder / "adapter_config.json")
     tensor_names(folder / ADAPTER_FILE)  # whether it is whole
     with safe_open(folder / ADAPTER_FILE, framework="pt") as file:
@@ -494,7 +494,7 @@ def _read_weight_map(folder: Path, files: list[str], source: str | Path) -> dict
         if present - listed:
             raise ValueError(
                 f"`{name}` of `{source}` holds the tensor `{min(present - listed)}`, which the index does not list"
-                " as its own. Write the index anew: `from_pretrained(...).save_pretrained(...)`."
+                " as its own. Rewrite the index: `from_pretrained(...).save_pretrained(...)`."
             )
     return weight_map
 
@@ -505,4 +505,4 @@ def tensor_names(path: Path) -> list[str]:
         with safe_open(path, framework="pt") as file:
             return list(file.keys())
     except SafetensorError as error:
-        raise ValueError(f"`{path}` is truncated or not a safetensors file ({error}). Get it anew.") from None
+        raise ValueError(f"`{path}` is truncated or not a safetensors file ({error}). Download it again.") from None

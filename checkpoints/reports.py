@@ -37,7 +37,7 @@ class SourceWeights:
         weights = cls(**values)
         counts = weights.tensors.items()  # AttributeError is no TypeError, so
         if not all(isinstance(name, str) and isinstance(count, int) for name, count in counts):
-            raise TypeError(f"`tensors={weights.tensors!r}` is no number of tensors by type")
+            raise TypeError(f"`tensors={weights.tensors!r}` is not a number of tensors by type")
         return weights
 
     @property
@@ -58,8 +58,8 @@ class SourceWeights:
         if not self.quantized:
             return f"weights were read from {self.in_words()} and are kept in fp32"
         return (
-            f"weights were quantised: they come from {self.in_words()} and were dequantised to fp32, so they are not"
-            " those from before the quantisation, in neither of the models that are compared here"
+            f"weights were quantised: they come from {self.in_words()} and were dequantised to fp32. Both models"
+            " that are compared here have these weights, not those from before the quantisation"
         )
 
 
@@ -100,6 +100,14 @@ class Parity:
     def equal(self) -> bool:
         return self.measured <= self.tolerance
 
+    @property
+    def verdict(self) -> str:
+        """What decides, such as `largest difference 1.1e-4, tolerance 2.7e-4 (float32)`."""
+        measured, tolerance = (
+            f"{value:.1e}".replace("e-0", "e-").replace("0.0e+00", "0") for value in (self.measured, self.tolerance)
+        )
+        return f"{self.criterion.removeprefix('the ')} {measured}, tolerance {tolerance} ({self.dtype})"
+
 
 @dataclass(frozen=True)
 class VerificationReport:
@@ -123,6 +131,14 @@ class VerificationReport:
     @property
     def equal(self) -> bool:
         return all(parity.equal for parity in self.parities if parity.decides)
+
+    @property
+    def verdict(self) -> str:
+        """One line: whether the second computes the same, and the figures and tolerances that decide it."""
+        figures = [parity.verdict for parity in self.parities if parity.decides]
+        if self.equal:
+            return f"Passed: {'; '.join(figures)}"
+        return f"Failed: {'; '.join(figures)}. The first difference is at {self.first_difference}"
 
     def to_dict(self) -> dict:
         parities = [{**asdict(parity), "equal": parity.equal} for parity in self.parities]
@@ -222,7 +238,13 @@ class ConversionReport:
         verification = None if self.verification is None else self.verification.to_dict()
         return {**asdict(self), "verification": verification}
 
-    def to_markdown(self) -> str:
+    @property
+    def verdict(self) -> str:
+        """That of the verification, in one line."""
+        return "Not verified: the models were not compared" if self.verification is None else self.verification.verdict
+
+    def summary_in_markdown(self) -> str:
+        """What was done, without the figures of the verification."""
         lines = [f"# {escaped(self.operation)}: {code(self.source)} to {code(self.destination)}", ""]
         if self.base_model_type is not None and self.block_size is not None:
             num_blocks = -(-self.num_sublayers // self.block_size)
@@ -241,7 +263,10 @@ class ConversionReport:
         lines += [f"- left behind: {code(name)}" for name in self.left_behind]
         lines.append(f"- {self.num_bytes / 1e9:.3f} GB in {self.seconds:.1f} s before verification")
         lines += [f"- {sentence(note)}" for note in self.notes]
-        lines += ["", "## Verification", ""]
+        return "\n".join(lines)
+
+    def to_markdown(self) -> str:
+        lines = [self.summary_in_markdown(), "", "## Verification", ""]
         lines.append("Not done." if self.verification is None else self.verification.to_markdown())
         versions = ", ".join(f"{name} {escaped(version)}" for name, version in self.versions.items())
         return "\n".join([*lines, "", f"{versions}."]) + "\n"

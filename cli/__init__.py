@@ -1,8 +1,9 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The `attnres` program: all its commands with an example of each, and how it ends.
 
-The commands are in `start.py`, `convert.py`, `train.py`, `measure.py`, `share.py` and `programs.py`; `console.py` has
-how they speak, and `checks.py` what they check before anything that takes seconds is imported.
+The commands are in `start.py`, `convert.py`, `train.py`, `measure.py`, `share.py` and `programs.py`. `console.py`
+prints for all of them, `help.py` shows their help, and `checks.py` has what they check before anything that takes
+seconds is imported.
 """
 
 from collections.abc import Callable
@@ -11,13 +12,14 @@ from typing import Annotated
 import typer
 
 from ..utils.installation import how_to_install
-from .console import fail
+from .console import fail, with_verbosity
 from .convert import convert, export, import_, revert, verify
+from .help import Command, Group
 from .measure import bench, eval_, inspect, plan, report, scaling
 from .programs import chat, run
 from .share import card, push, serve
 from .start import demo, env, families
-from .train import finetune, pretrain
+from .train import finetune, pretrain, tokenizer
 
 
 # What not every installation has, and the extra that brings it
@@ -67,6 +69,7 @@ COMMANDS: dict[str, dict[Callable, str]] = {
         export: "attnres export attnres-model fla-model --to fla",
     },
     "Train": {
+        tokenizer: "attnres tokenizer texts -o my-tokenizer --vocab-size 16000",
         pretrain: "attnres pretrain pretrain.yaml max_steps=1000 output_dir=pretrained",
         finetune: "attnres finetune run.yaml max_steps=100 output_dir=run",
     },
@@ -94,6 +97,7 @@ CONTEXT_SETTINGS: dict[Callable, dict[str, bool]] = {
     run: {"allow_interspersed_args": False},
 }
 app = typer.Typer(
+    cls=Group,
     help="Attention Residuals for transformers.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
@@ -102,8 +106,14 @@ app.callback()(attnres)
 for panel, commands in COMMANDS.items():
     for command, example in commands.items():
         name = command.__name__.rstrip("_")  # `eval` and `import` are words of Python
-        settings = CONTEXT_SETTINGS.get(command)
-        app.command(name, rich_help_panel=panel, epilog=f"Example: {example}", context_settings=settings)(command)
+        register = app.command(
+            name,
+            cls=Command,
+            rich_help_panel=panel,
+            epilog=f"Example: {example}",
+            context_settings=CONTEXT_SETTINGS.get(command),
+        )
+        register(with_verbosity(command))
 
 
 def main():
@@ -112,7 +122,7 @@ def main():
     `__main__.py`, which calls it, is for interruptions.
     """
     try:
-        app()
+        app(prog_name="attnres")
     except ModuleNotFoundError as error:
         if error.name not in OPTIONAL_MODULES:
             raise

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""What a command can tell before torch is imported, which takes seconds: whether its paths and packages are there.
+"""What a command checks before it imports torch, which takes seconds: whether its paths and packages are there.
 
 The commands check the same again, and more, in what they call.
 """
@@ -20,10 +20,15 @@ PACKAGES = {
     "report": ("lm_eval", "datasets", "matplotlib", "scipy", "statsmodels"),
     "inspect": ("matplotlib",),
     "bench": ("matplotlib",),
+    "tokenizer": ("datasets", "peft", "matplotlib"),
     "scaling": ("datasets", "peft", "matplotlib", "scipy"),
     "chat": ("fastapi", "openai", "uvicorn"),
     "demo": ("lm_eval", "datasets", "peft", "trl", "matplotlib", "scipy", "statsmodels"),
 }
+
+
+# Files of runs that come with the package
+CONFIGS = Path(__file__).parents[1] / "training/configs"
 
 
 def need_packages(command: str, *others: str):
@@ -35,7 +40,7 @@ def need_packages(command: str, *others: str):
 
 def need_checkpoints(sources: Iterable[str | None], revision: str | None = None):
     """Raise an `OSError` or a `ValueError` for the first that is no folder, no repository, or has no config."""
-    from ..checkpoints.location import read_config_dict  # which takes half a second, that `--help` does without
+    from ..checkpoints.location import read_config_dict  # which takes half a second; `--help` does not need it
 
     for source in sources:
         if source is not None:
@@ -46,7 +51,7 @@ def need_checkpoint(source: str, revision: str | None) -> str | None:
     """The same for one.
 
     Returns:
-        The revision to go on with: of a repository the commit that was looked at, so that nothing is asked for twice.
+        The revision to use: for a repository the commit that was checked, so that nothing is requested twice.
     """
     from ..checkpoints.location import locate
 
@@ -56,7 +61,7 @@ def need_checkpoint(source: str, revision: str | None) -> str | None:
 
 
 def need_source(source: str, gguf_file: str | None, revision: str | None) -> str | None:
-    """The same for what is converted, which may be a GGUF file."""
+    """The same for the source of a conversion, which may be a GGUF file."""
     if gguf_file is None and not source.lower().endswith(".gguf"):
         return need_checkpoint(source, revision)
     if gguf_file is None:
@@ -72,7 +77,7 @@ def need_files(paths: Iterable[str | Path | None]):
         if not Path(path).expanduser().exists():
             raise OSError(f"There is no file `{path}`.")
         if Path(path).is_dir():
-            raise ValueError(f"`{path}` is a folder where a file should be.")
+            raise ValueError(f"`{path}` is a folder: name a file.")
 
 
 def need_folders(paths: Iterable[str | Path | None]):
@@ -83,24 +88,44 @@ def need_folders(paths: Iterable[str | Path | None]):
 
 
 def need_destination(destination: Path, source: str):
-    """Raise an `OSError` or a `ValueError` for a folder that is not there to be written."""
+    """Raise an `OSError` or a `ValueError` for a folder that cannot be written to."""
     check_writable(check_destination(destination, source))
 
 
+def packaged_configs(command: str) -> list[str]:
+    """The names of the files for `finetune` or `pretrain` that come with the package."""
+    marks = {"finetune": "\nmode:", "pretrain": "\nmodel_config:"}
+    files = sorted(CONFIGS.glob("*.yaml"))
+    return [file.stem for file in files if marks[command] in file.read_text(encoding="utf-8")]
+
+
+def need_config(command: str, config: Path) -> Path:
+    """The file of a run, given by its path or, of those that come with the package, by its name."""
+    if config.expanduser().is_file():
+        return config
+    names = packaged_configs(command)
+    if str(config) in names:
+        return CONFIGS / f"{config}.yaml"
+    if config.is_dir():
+        need_files([config])
+    raise ValueError(
+        f"There is no file `{config}`. Name a YAML file, or one of those that come with attnres: {', '.join(names)}."
+    )
+
+
 def need_run(command: str, file: Path, overrides: dict[str, Any]):
-    """Raise for what a run of `finetune` or `pretrain` names and is not there; other mistakes are told later."""
+    """Raise for what a run of `finetune` or `pretrain` names but is not there. Other mistakes are found later."""
     from ..data.location import check_rows
     from ..utils.untrusted import read_yaml
 
-    need_files([file])
     fields = read_yaml(file)
     if not isinstance(fields, dict):
-        raise ValueError(f"`{file}` is not a list of `field: value`.")
+        raise ValueError(f"`{file}` is not a list of `field: value` lines.")
     fields = {**fields, **overrides}
     packs = command == "finetune" and fields.get("packing") is not False
     need_packages(command, *(["trl"] if packs else []))
     texts = {name: value for name, value in fields.items() if isinstance(value, str) and value}
-    is_folder = Path(texts.get("model", "")).expanduser().is_dir()  # which has none, as is said later
+    is_folder = Path(texts.get("model", "")).expanduser().is_dir()
     need_checkpoints([texts.get("model"), texts.get("model_config")], None if is_folder else texts.get("revision"))
     for name in ("dataset", "eval_dataset"):
         if name in texts:

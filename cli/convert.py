@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The commands that make one checkpoint of another, and the one that tells whether two are the same function."""
+"""The commands that convert checkpoints, and the one that checks whether two compute the same."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal
@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 import typer
 
 from .checks import need_checkpoint, need_checkpoints, need_destination, need_files, need_source
-from .console import Revision, json_option, only_json_on_stdout, print_json, say, say_written, show_markdown
+from .console import Revision, is_verbose, json_option, print_json, say, say_written, show_markdown, working
 
 
 if TYPE_CHECKING:
@@ -15,64 +15,83 @@ if TYPE_CHECKING:
 
 
 # The same words for the same things, whatever the command
-Source = Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a folder or a Hub id.")]
-Destination = Annotated[Path, typer.Argument(metavar="DST", help="Folder to write; must not exist or be empty.")]
-Link = Annotated[bool, typer.Option("--link", help="Hard links in place of copies of the weight files.")]
-NoVerify = Annotated[bool, typer.Option("--no-verify", help="Do not run the models to compare them.")]
+Source = Annotated[str, typer.Argument(metavar="SOURCE", help="Read the checkpoint from this folder or Hub id.")]
+Destination = Annotated[
+    Path, typer.Argument(metavar="OUTPUT", help="Write to this folder, which must not exist or must be empty.")
+]
+Link = Annotated[bool, typer.Option("--link", help="Make hard links to the weight files instead of copies.")]
+NoVerify = Annotated[bool, typer.Option("--no-verify", help="Skip the comparison of the two models.")]
 VerifyText = Annotated[
-    Path | None, typer.Option(metavar="FILE", help="UTF-8 text to compare on, in place of the built-in one.")
+    Path | None,
+    typer.Option(metavar="FILE", help="Compare the models on this UTF-8 text instead of the built-in one."),
 ]
 # The panel of `--help` for reads over depth other than the paper's
-READ = "Other reads over depth (default: as in the paper, or as SRC has it)"
-SpreadDevice = Annotated[str, typer.Option(help="Where to run the models: auto, cpu, cuda:0 ...")]
+READ = "Other reads over depth (default: the paper's, or those of SOURCE)"
+SpreadDevice = Annotated[str, typer.Option(help="Run the models on this device: auto, cpu, cuda:0 ...")]
 ConversionJson = Annotated[bool, json_option("operation, source, destination, verification, notes and wrote")]
 
 
 def convert(
-    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint: a folder, a Hub id or a GGUF file.")],
+    source: Annotated[
+        str, typer.Argument(metavar="SOURCE", help="Read the checkpoint from this folder, Hub id or GGUF file.")
+    ],
     destination: Destination,
-    block_size: Annotated[int | None, typer.Option(min=1, help="Sublayers per block; a layer has two.")] = None,
-    num_blocks: Annotated[int | None, typer.Option(min=1, help="Number of blocks. \\[default: 8]")] = None,
-    full: Annotated[bool, typer.Option("--full", help="Full AttnRes: every sublayer is a block.")] = False,
+    block_size: Annotated[
+        int | None, typer.Option(min=1, help="Put this many sublayers into a block (most layers have two).")
+    ] = None,
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="Make this many blocks. \\[default: 8]")] = None,
+    full: Annotated[
+        bool, typer.Option("--full", help="Use Full AttnRes, in which every sublayer is a block.")
+    ] = False,
     num_heads: Annotated[
-        int | None, typer.Option(min=1, help="Heads of a read, each on its slice.", rich_help_panel=READ)
+        int | None,
+        typer.Option(
+            min=1, help="Read with this many heads, each on its slice of the hidden dimension.", rich_help_panel=READ
+        ),
     ] = None,
     query: Annotated[
         Literal["learned", "input", "hybrid"] | None,
-        typer.Option(help="A learned vector, a projection of the newest source, or both.", rich_help_panel=READ),
+        typer.Option(
+            help="Use a learned vector as the query, a projection of the newest source, or the sum of both.",
+            rich_help_panel=READ,
+        ),
     ] = None,
     query_rank: Annotated[
-        int | None, typer.Option(min=1, help="Rank of that projection. \\[default: whole]", rich_help_panel=READ)
+        int | None,
+        typer.Option(min=1, help="Limit the rank of that projection. \\[default: full rank]", rich_help_panel=READ),
     ] = None,
     weights: Annotated[
         Literal["softmax", "sigmoid", "softmax1"] | None,
-        typer.Option(help="How scores become weights.", rich_help_panel=READ),
+        typer.Option(help="Turn scores into weights with this function.", rich_help_panel=READ),
     ] = None,
     open_block: Annotated[
         Literal["sum", "each"] | None,
-        typer.Option(help="What is read of the open block: its sum, or each output.", rich_help_panel=READ),
+        typer.Option(help="Read the open block as one sum, or each of its outputs.", rich_help_panel=READ),
     ] = None,
     stream: Annotated[
         Literal["replaced", "kept"] | None,
         typer.Option(
-            help="Whether what is read replaces the residual stream, or is added to it.", rich_help_panel=READ
+            help="Replace the residual stream by what is read, or add it to the stream.", rich_help_panel=READ
         ),
     ] = None,
     revision: Revision = None,
-    gguf_file: Annotated[str | None, typer.Option(metavar="NAME", help="A GGUF file in SRC.")] = None,
+    gguf_file: Annotated[str | None, typer.Option(metavar="NAME", help="Read this GGUF file in SOURCE.")] = None,
     link: Link = False,
     self_contained: Annotated[
-        bool, typer.Option("--self-contained", help="Put the model code into the folder, for other programs.")
+        bool,
+        typer.Option(
+            "--self-contained", help="Add the model code to OUTPUT, for programs that do not import attnres."
+        ),
     ] = False,
     no_verify: NoVerify = False,
     verify_text: VerifyText = None,
     device: SpreadDevice = "auto",
     as_json: ConversionJson = False,
 ):
-    """Turn a PreNorm checkpoint into an AttnRes one that computes the same, or change the blocks of one."""
+    """Turn a PreNorm checkpoint into an equivalent AttnRes one, or change the blocks of an AttnRes one."""
     if (block_size is not None) + (num_blocks is not None) + full > 1:
         raise typer.BadParameter("--block-size, --num-blocks and --full contradict: give one of them.")
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_destination(destination, source)
         revision = need_source(source, gguf_file, revision)
         need_files([verify_text])
@@ -100,14 +119,16 @@ def convert(
         )
     serve = f"To serve it: attnres serve {destination}"
     if (destination / "modeling_attnres.py").exists():
-        hint = f"The model code is in the folder: what does not import attnres needs `trust_remote_code`. {serve}"
+        hint = (
+            f"The model code is in the folder: programs that do not import attnres need `trust_remote_code`. {serve}"
+        )
     elif report.model_type == "attnres_multimodal":
         from ..checkpoints.checkpoint import auto_class_of
 
         auto_class = auto_class_of(report.base_model_type).__name__
-        hint = f"`import attnres` before loading it, with `{auto_class}`."
+        hint = f"Import attnres before you load it with `{auto_class}`."
     else:
-        hint = f"`import attnres` before loading it; for programs that do not: convert --self-contained. {serve}"
+        hint = f"Import attnres before you load it. For programs that do not: convert with --self-contained. {serve}"
     show(report, destination, as_json, hint)
 
 
@@ -115,7 +136,7 @@ def revert(
     source: Source,
     destination: Destination,
     force: Annotated[
-        bool, typer.Option("--force", help="Also if trained queries are lost; measures by how much.")
+        bool, typer.Option("--force", help="Revert even if trained queries are lost, and measure the difference.")
     ] = False,
     revision: Revision = None,
     link: Link = False,
@@ -124,8 +145,8 @@ def revert(
     device: SpreadDevice = "auto",
     as_json: ConversionJson = False,
 ):
-    """Give the PreNorm checkpoint back that an AttnRes one was made of, bit for bit."""
-    with only_json_on_stdout(as_json):
+    """Recover the PreNorm checkpoint that an AttnRes one was made from, bit for bit."""
+    with working(as_json):
         need_destination(destination, source)
         revision = need_checkpoint(source, revision)
         need_files([verify_text])
@@ -145,20 +166,23 @@ def revert(
 
 
 def verify(
-    first: Annotated[str, typer.Argument(metavar="MODEL", help="Checkpoint: a folder or a Hub id.")],
-    second: Annotated[str, typer.Argument(metavar="OTHER", help="Checkpoint: a folder or a Hub id.")],
+    first: Annotated[str, typer.Argument(metavar="MODEL", help="Compare this checkpoint, a folder or a Hub id ...")],
+    second: Annotated[str, typer.Argument(metavar="OTHER", help="... with this one.")],
     text: Annotated[
         Path | None,
         typer.Option(
-            "--file", "--text", metavar="FILE", help="UTF-8 text to compare on, in place of the built-in one."
+            "--file", "--text", metavar="FILE", help="Compare on this UTF-8 text instead of the built-in one."
         ),
     ] = None,
-    max_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to use.")] = 512,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Use at most this many tokens of the text.")] = 512,
     device: SpreadDevice = "auto",
     as_json: Annotated[bool, json_option("first, second, equal, first_difference, parities")] = False,
 ):
-    """Tell whether two checkpoints are the same function, up to rounding. Exit code 1 if not."""
-    with only_json_on_stdout(as_json):
+    """Check whether two checkpoints compute the same, up to rounding.
+
+    The exit code is 1 if they do not.
+    """
+    with working(as_json):
         need_checkpoints([first, second])
         need_files([text])
         from ..conversion import verify
@@ -168,13 +192,14 @@ def verify(
         print_json(report.to_dict())
     else:
         show_markdown(report.to_markdown())
+        say(report.verdict)
     if not report.equal:
         raise typer.Exit(1)
 
 
 def import_(source: Source, destination: Destination, revision: Revision = None, as_json: ConversionJson = False):
-    """Make an AttnRes checkpoint of one in Kimi K3's naming or of flash-linear-attention."""
-    with only_json_on_stdout(as_json):
+    """Convert a checkpoint of flash-linear-attention, or one with Kimi K3's names, to an AttnRes one."""
+    with working(as_json):
         need_destination(destination, source)
         revision = need_checkpoint(source, revision)
         from ..conversion import import_checkpoint
@@ -186,13 +211,17 @@ def import_(source: Source, destination: Destination, revision: Revision = None,
 def export(
     source: Source,
     destination: Destination,
-    naming: Annotated[Literal["kimi", "fla"], typer.Option("--to", help="Whose naming.")],
-    force: Annotated[bool, typer.Option("--force", help="Also where epsilons cannot be expressed there.")] = False,
+    naming: Annotated[
+        Literal["kimi", "fla"], typer.Option("--to", help="Write for flash-linear-attention, or with Kimi K3's names.")
+    ],
+    force: Annotated[
+        bool, typer.Option("--force", help="Export even if the other format cannot express the epsilons.")
+    ] = False,
     revision: Revision = None,
     as_json: ConversionJson = False,
 ):
-    """Write an AttnRes checkpoint in Kimi K3's naming or for flash-linear-attention."""
-    with only_json_on_stdout(as_json):
+    """Convert an AttnRes checkpoint for flash-linear-attention, or to Kimi K3's names."""
+    with working(as_json):
         need_destination(destination, source)
         revision = need_checkpoint(source, revision)
         from ..conversion import export_checkpoint
@@ -202,11 +231,14 @@ def export(
 
 
 def show(report: "ConversionReport", destination: Path, as_json: bool, hint: str | None = None):
-    """Tell what a conversion did, and what to know before the checkpoint is loaded."""
+    """Print what a conversion did, and how to load the checkpoint."""
     if as_json:
         print_json(report.to_dict(), [destination])
         return
-    show_markdown(report.to_markdown())
-    if hint is not None:
-        say(hint)
+    with working():
+        show_markdown(report.to_markdown() if is_verbose() else report.summary_in_markdown())
+    say(report.verdict)
+    with working():
+        if hint is not None:
+            say(hint)
     say_written([destination])

@@ -22,15 +22,14 @@ from rich.table import Table
 from transformers import (
     AutoModelForCausalLM,
     Qwen3Config,
-    Trainer,
     TrainingArguments,
     set_seed,
 )
-from transformers.utils.logging import disable_progress_bar
 
 from ..checkpoints.checkpoint import different_tensors, load_language_model, load_tokenizer, open_checkpoint
 from ..conversion import convert, revert
 from ..data.text import package_sources, standard_library, train_tokenizer, windows
+from ..training import AttnResTrainer
 
 
 PROMPTS = ["def main(", "import os\n", "class Error(Exception):\n    "]
@@ -81,7 +80,7 @@ def train_base_model(folder: Path, steps: int):
     while ids.numel() < num_needed and (some := list(itertools.islice(texts, 50))):
         ids = torch.cat([ids, windows(tokenizer, some, CONTEXT)])
     rows = [{"input_ids": row, "labels": row} for row in ids]
-    Trainer(model=model, args=arguments, train_dataset=rows).train()
+    AttnResTrainer(model=model, args=arguments, train_dataset=rows).train()
     save(folder / "base", model, tokenizer)
 
 
@@ -179,7 +178,9 @@ def finetune_both(base: Path, converted: Path, folder: Path, steps: int) -> dict
         }
         console.print(f"Fine-tuning the {name} model for {steps} steps on the source of networkx ...")
         results[name] = finetune(fields)
-    plot_curves({name: result.history for name, result in results.items()}, folder / "loss", "Fine-tuned alike")
+    plot_curves(
+        {name: result.history for name, result in results.items()}, folder / "loss", "Fine-tuned on the same text"
+    )
     return {name: result.losses for name, result in results.items()}
 
 
@@ -230,7 +231,8 @@ def convert_and_revert(base: str | Path, output: Path, num_blocks: int):
             shutil.rmtree(output / name)
     console.print(f"Converting {base} ...")
     report = convert(base, output / "attnres", num_blocks=num_blocks)
-    console.print(Markdown(report.to_markdown()))
+    console.print(Markdown(report.summary_in_markdown()))
+    console.print(report.verdict)
     console.print("Reverting it ...")
     revert(output / "attnres", output / "reverted", verify=False)
     original, reverted = open_checkpoint(base), open_checkpoint(output / "reverted")
@@ -321,17 +323,22 @@ def depth_weights(output: Path, held_out: list[str]):
         weights = dict(zip(site["sources"], site["weights"]))
         table.add_row(name, *(shaded(weights[source]) if source in weights else "" for source in sources))
     console.print(table)
-    console.print("Before it every read took all of its sources alike; each row is one read, and adds up to 1.")
+    console.print(
+        "Before fine-tuning, every read weighted its sources equally. Each row is one read, and adds up to 1."
+    )
 
 
-def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
-    """See `attnres demo --help`."""
+def run_demo(model: str | None, output: Path, num_blocks: int, steps: int) -> list[tuple[str, str | Path, str]]:
+    """See `attnres demo --help`.
+
+    Returns:
+        What was written: its name, its path, and a remark or an empty string.
+    """
     from .. import eval, inspection, training  # noqa: F401 parts with extras; a missing one shows before work starts
 
     if output.is_file():
         raise ValueError(f"`--output {output}` is a file; name a folder.")
     start = time.perf_counter()
-    disable_progress_bar()  # of loading and saving, which take no time here
     base, converted = base_model(model, output, steps), output / "attnres"
     convert_and_revert(base, output, num_blocks)
     _, held_out = standard_library()
@@ -341,7 +348,7 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
         shutil.rmtree(output / "finetuned", ignore_errors=True)
         console.rule("Both fine-tuned")
         finetuned = finetune_both(base, converted, output / "finetuned", steps=max(1, steps // 5))
-        table = Table("held-out loss", *finetuned, title="What fine-tuning makes of them")
+        table = Table("held-out loss", *finetuned, title="Before and after fine-tuning")
         for i, label in ((0, "before"), (-1, "after")):
             table.add_row(label, *(f"{losses[i]:.4f}" for losses in finetuned.values()))
         console.print(table)
@@ -360,12 +367,13 @@ def run_demo(model: str | None, output: Path, num_blocks: int, steps: int):
             ("Fine-tuned checkpoints", output / "finetuned", "their curves are in loss.png"),
             ("Depth weights", output / "depth", "open index.html in a browser"),
         ]
-    for name, path, what in written:  # not wrapped, so that a path can be copied
-        console.print(f"{name}: {path}{what and f', {what}'}", soft_wrap=True)
-    console.print("\nTry next:")
-    for command in (
+    return written
+
+
+def commands_to_try(output: Path) -> list[str]:
+    converted = output / "attnres"
+    return [
         f"attnres inspect {converted} --file your.txt -o {output / 'yours'}",
-        f"attnres finetune training/configs/laptop_cpu.yaml model={converted} dataset=your.jsonl",
+        f"attnres finetune laptop_cpu model={converted} dataset=your.jsonl",
         "attnres convert YOUR_MODEL your-attnres --num-blocks 8",
-    ):
-        console.print(f"  {command}", style="bold", soft_wrap=True)
+    ]

@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The commands that measure models: their scores, what they read from where, and what they cost."""
+"""The commands that measure models: their scores, their depth weights, and their costs."""
 
 import enum
 import shlex
@@ -16,51 +16,68 @@ from .console import (
     console,
     json_option,
     note,
-    only_json_on_stdout,
     print_json,
     say,
     say_written,
     show_markdown,
+    working,
 )
 
 
-Device = Annotated[str | None, typer.Option(help="cpu, cuda:0 ... \\[default: a GPU if there is one]")]
-Dtype = Annotated[str, typer.Option(help="float32, bfloat16 ...; auto is that of the checkpoint.")]
+Device = Annotated[
+    str | None, typer.Option(help="Run on this device: cpu, cuda:0 ... \\[default: a GPU if there is one]")
+]
+Dtype = Annotated[str, typer.Option(help="Load the weights as float32, bfloat16 ..., or with auto as they are saved.")]
 
 
 def eval_(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL...", help="The first is the baseline.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="For samples, tables, plots.")] = Path("attnres-eval"),
-    suite: Annotated[str | None, typer.Option(help="paper, core, chat, quick, offline, or a YAML file.")] = None,
-    tasks: Annotated[str | None, typer.Option(help="Tasks of lm-eval, separated by commas.")] = None,
-    peft: Annotated[str | None, typer.Option(help="Adapter on the last model.")] = None,
-    limit: Annotated[int | None, typer.Option(min=1, help="Documents per task, to try things out.")] = None,
-    batch_size: Annotated[str, typer.Option(help="A number, or auto.")] = "1",
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL", help="Evaluate these checkpoints; the first is the baseline.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Write samples, tables and plots to this folder.")
+    ] = Path("attnres-eval"),
+    suite: Annotated[
+        str | None, typer.Option(help="Run this suite: paper, core, chat, quick, offline, or a YAML file.")
+    ] = None,
+    tasks: Annotated[str | None, typer.Option(help="Run these tasks of lm-eval, separated by commas.")] = None,
+    peft: Annotated[str | None, typer.Option(help="Load this adapter on the last model.")] = None,
+    limit: Annotated[
+        int | None, typer.Option(min=1, help="Use only this many documents per task, to try things out.")
+    ] = None,
+    batch_size: Annotated[str, typer.Option(help="Run this many requests at a time, or auto.")] = "1",
     device: Device = None,
     dtype: Dtype = "auto",
     apply_chat_template: Annotated[
         bool,
         typer.Option(
-            "--apply-chat-template", "--chat-template", help="Make the prompts conversations; chat implies it."
+            "--apply-chat-template",
+            "--chat-template",
+            help="Put prompts into the chat template (the chat suite always does).",
         ),
     ] = False,
     max_gen_toks: Annotated[
-        int | None, typer.Option(min=1, help="Tokens that an answer may have. \\[default: by benchmark]")
+        int | None, typer.Option(min=1, help="Stop answers after this many tokens. \\[default: set by each benchmark]")
     ] = None,
-    no_samples: Annotated[bool, typer.Option("--no-samples", help="Keep scores alone, not the answers.")] = False,
-    seed: Annotated[int, typer.Option(help="Of the examples in prompts and of the resampling.")] = 0,
-    data_root: Annotated[Path | None, typer.Option(help="Folder with data sets named like the Hub's.")] = None,
-    include_path: Annotated[Path | None, typer.Option(help="Folder with further tasks of lm-eval.")] = None,
-    backend: Annotated[str, typer.Option(help="hf or vllm.")] = "hf",
+    no_samples: Annotated[bool, typer.Option("--no-samples", help="Save the scores without the answers.")] = False,
+    seed: Annotated[int, typer.Option(help="Seed the choice of few-shot examples and the resampling.")] = 0,
+    data_root: Annotated[
+        Path | None, typer.Option(help="Read data sets from this folder, by their names on the Hub.")
+    ] = None,
+    include_path: Annotated[Path | None, typer.Option(help="Add the tasks of lm-eval in this folder.")] = None,
+    backend: Annotated[str, typer.Option(help="Run the models with hf (transformers) or vllm.")] = "hf",
     allow_code_execution: Annotated[
         bool, typer.Option("--allow-code-execution", help="Run programs that the models write, in a sandbox.")
     ] = False,
-    prefetch: Annotated[bool, typer.Option("--prefetch", help="Only download models and data.")] = False,
+    prefetch: Annotated[bool, typer.Option("--prefetch", help="Only download the models and the data.")] = False,
     as_json: Annotated[
-        bool, json_option("models, rows, skipped, as in results.json, and wrote; of a prefetch there, skipped")
+        bool, json_option("models, rows and skipped as in results.json, and wrote; with --prefetch there and skipped")
     ] = False,
 ):
-    """Evaluate models with lm-eval and compare them with the first one. Exit code 3 if benchmarks were skipped."""
+    """Evaluate models with lm-eval and compare them with the first one.
+
+    The exit code is 3 if benchmarks were skipped.
+    """
     names = tasks.split(",") if tasks else []
     if prefetch:
         skipped = _prefetch(models, suite, names, as_json)
@@ -90,7 +107,7 @@ def eval_(
 
 def _prefetch(models: list[str], suite: str | None, tasks: list[str], as_json: bool) -> dict[str, str]:
     """Fetch and tell; what was skipped."""
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_packages("eval")
         from ..eval import prefetch
 
@@ -98,7 +115,7 @@ def _prefetch(models: list[str], suite: str | None, tasks: list[str], as_json: b
     if as_json:
         print_json({"there": there, "skipped": skipped})
     else:
-        console.print(f"There now: {', '.join(there)}", highlight=False, markup=False)
+        console.print(f"Downloaded: {', '.join(there)}", highlight=False, markup=False)
         _say_skipped(skipped)
     return skipped
 
@@ -117,7 +134,7 @@ def _evaluate(
         settings: of `EvalOptions`.
         arguments: of `evaluate`.
     """
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_packages("eval", *(["vllm"] if settings["backend"] == "vllm" else []))
         need_checkpoints(models)
         need_folders([peft if peft is not None and peft.startswith((".", "/", "~")) else None])
@@ -149,11 +166,13 @@ def _say_skipped(skipped: dict[str, str]):
 
 
 def report(
-    folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of `attnres eval`.")],
+    folders: Annotated[
+        list[Path], typer.Argument(metavar="FOLDER", help="Read the results of `attnres eval` from these folders.")
+    ],
     as_json: WroteJson = False,
 ):
-    """Write the tables and plots of finished evaluations anew, without running anything."""
-    with only_json_on_stdout(as_json):
+    """Rewrite the tables and plots of finished evaluations without running anything."""
+    with working(as_json):
         need_packages("report")
         need_folders(folders)
         from ..eval.report import rebuild
@@ -169,30 +188,38 @@ def report(
 
 
 def inspect(
-    models: Annotated[list[str], typer.Argument(metavar="MODEL [OTHER]", help="One checkpoint, or two to compare.")],
-    output: Annotated[Path, typer.Option("--output", "-o", help="For figures, pictures and the page.")] = Path(
-        "attnres-depth"
-    ),
-    text: Annotated[str | None, typer.Option(help="What to read, in place of the built-in text.")] = None,
-    file: Annotated[Path | None, typer.Option(help="A UTF-8 text to read.")] = None,
-    dataset: Annotated[str | None, typer.Option(help="Hub id, file (JSONL, Parquet, text) or folder to read.")] = None,
-    dataset_config: Annotated[str | None, typer.Option(help="Configuration of a data set on the Hub.")] = None,
-    split: Annotated[str | None, typer.Option(help="Split of a data set on the Hub. \\[default: train]")] = None,
-    base: Annotated[str | None, typer.Option(help="PreNorm checkpoint to draw the stream of.")] = None,
-    gradients: Annotated[bool, typer.Option("--gradients", help="Measure gradients over depth as well.")] = False,
+    models: Annotated[
+        list[str], typer.Argument(metavar="MODEL [OTHER]", help="Inspect one checkpoint, or compare two.")
+    ],
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Write the page, pictures and data to this folder.")
+    ] = Path("attnres-depth"),
+    text: Annotated[str | None, typer.Option(help="Read this text instead of the built-in one.")] = None,
+    file: Annotated[Path | None, typer.Option(help="Read this UTF-8 text file.")] = None,
+    dataset: Annotated[
+        str | None, typer.Option(help="Read this data set: a Hub id, a file (JSONL, Parquet, text) or a folder.")
+    ] = None,
+    dataset_config: Annotated[
+        str | None, typer.Option(help="Use this configuration of the data set on the Hub.")
+    ] = None,
+    split: Annotated[
+        str | None, typer.Option(help="Use this split of the data set on the Hub. \\[default: train]")
+    ] = None,
+    base: Annotated[str | None, typer.Option(help="Draw the residual stream of this PreNorm checkpoint too.")] = None,
+    gradients: Annotated[bool, typer.Option("--gradients", help="Measure gradients over depth too.")] = False,
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="Mask every source out at every site: what is it worth? On 512 tokens.")
+        bool, typer.Option("--ablate", help="Mask each source at each site and measure the loss, on 512 tokens.")
     ] = False,
-    max_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to read.")] = 10_000,
-    batch_size: Annotated[int, typer.Option(min=1, help="Windows of 512 tokens at a time.")] = 4,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Read at most this many tokens.")] = 10_000,
+    batch_size: Annotated[int, typer.Option(min=1, help="Run this many windows of 512 tokens at a time.")] = 4,
     dtype: Dtype = "auto",
     device: Device = None,
     as_json: Annotated[
         bool, json_option("models (each with model, num_tokens, relative_entropy, newest_source_weight) and wrote")
     ] = False,
 ):
-    """Show what a model reads from where: depth weights over text, as pictures, a page and JSON."""
-    with only_json_on_stdout(as_json):
+    """Show which layers a model reads from: its depth weights on a text, as a page, pictures and JSON."""
+    with working(as_json):
         need_packages("inspect", *(["datasets"] if dataset is not None else []))
         need_checkpoints([*models, base])
         need_files([file])
@@ -248,29 +275,37 @@ def _summary(model: dict[str, Any]) -> dict[str, Any]:
 
 
 def bench(
-    output: Annotated[Path, typer.Option("--output", "-o", help="For figures, table and plot.")] = Path(
-        "attnres-bench"
-    ),
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Write the data, the table and the plot to this folder.")
+    ] = Path("attnres-bench"),
     shape: Annotated[
-        str | None, typer.Option(help="qwen3-0.6b, llama-3.2-1b, qwen3-8b, tiny. \\[default: qwen3-0.6b]")
+        str | None,
+        typer.Option(help="Measure this shape: qwen3-0.6b, llama-3.2-1b, qwen3-8b, tiny. \\[default: qwen3-0.6b]"),
     ] = None,
-    model: Annotated[str | None, typer.Option(help="A checkpoint, in place of a shape with random weights.")] = None,
+    model: Annotated[
+        str | None, typer.Option(help="Measure this checkpoint instead of a shape with random weights.")
+    ] = None,
     variants: Annotated[
-        str, typer.Option(help="Numbers of blocks, or full, and fields of the read: 8,8:num_heads=4.")
+        str, typer.Option(help="Measure these numbers of blocks, or full, with fields of the read: 8,8:num_heads=4.")
     ] = "8,4,full",
     cases: Annotated[
-        str, typer.Option(help="decode-BATCH-KVLENGTH, prefill-LENGTH, train-LENGTH, separated by commas.")
+        str,
+        typer.Option(
+            help="Time these cases: decode-BATCH-KVLENGTH, prefill-LENGTH, train-LENGTH, separated by commas."
+        ),
     ] = "decode-1-64,prefill-512,train-512",
-    layers: Annotated[int | None, typer.Option(min=1, help="Fewer layers, where the shape does not fit.")] = None,
-    pairs: Annotated[int, typer.Option(min=1, help="Alternating pairs per case.")] = 25,
-    dtype: Annotated[str, typer.Option(help="float32, bfloat16 ...")] = "float32",
-    device: Annotated[str, typer.Option(help="cpu, cuda:0 ...")] = "cpu",
-    compiled: Annotated[bool, typer.Option("--compile", help="With torch.compile as well.")] = False,
+    layers: Annotated[
+        int | None, typer.Option(min=1, help="Keep only this many layers, if the shape does not fit into memory.")
+    ] = None,
+    pairs: Annotated[int, typer.Option(min=1, help="Time each case in this many alternating pairs.")] = 25,
+    dtype: Annotated[str, typer.Option(help="Run in float32, bfloat16 ...")] = "float32",
+    device: Annotated[str, typer.Option(help="Run on this device: cpu, cuda:0 ...")] = "cpu",
+    compiled: Annotated[bool, typer.Option("--compile", help="Measure with torch.compile too.")] = False,
     as_json: Annotated[bool, json_option("settings, machine, time, activations, peaks and wrote")] = False,
 ):
-    """Measure AttnRes models against their PreNorm twin, alternating in one process."""
+    """Compare the speed and memory of AttnRes models with their PreNorm twin, in one process."""
     try:
-        with only_json_on_stdout(as_json):
+        with working(as_json):
             need_packages("bench")
             need_checkpoints([model])
             check_writable(output)
@@ -291,8 +326,8 @@ def bench(
     except KeyboardInterrupt:
         partial = output / "bench.partial.json"
         if partial.exists():
-            with only_json_on_stdout(as_json):
-                say(f"What was measured is in {partial}; the same command goes on from there.")
+            with working(as_json):
+                say(f"The measurements so far are in {partial}. Run the same command again to continue.")
         raise
     wrote = [output / f"bench{suffix}" for suffix in (".json", ".md", ".png", ".svg")]
     if as_json:
@@ -309,17 +344,28 @@ class ScalingStep(str, enum.Enum):
 
 
 def scaling(
-    step: Annotated[ScalingStep, typer.Argument(help="Train the models, fit a law to their losses, or draw it.")],
-    ladder: Annotated[Path | None, typer.Argument(help="YAML file of sizes, arms and data, for run.")] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="For the runs, the fit and the plot.")] = Path(
-        "attnres-scaling"
-    ),
-    as_json: Annotated[bool, json_option("of fit: sizes, compute, seeds, baseline, arms, times; and wrote")] = False,
+    step: Annotated[
+        ScalingStep,
+        typer.Argument(metavar="run|fit|plot", help="Train the models, fit a law to their losses, or plot it."),
+    ],
+    ladder: Annotated[
+        Path | None,
+        typer.Argument(metavar="LADDER.yaml", help="Read sizes, arms and data from this file (only for run)."),
+    ] = None,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", help="Write the runs, the fit and the plot to this folder.")
+    ] = Path("attnres-scaling"),
+    as_json: Annotated[
+        bool, json_option("wrote, and after fit sizes, compute, seeds, baseline, arms and times")
+    ] = False,
 ):
-    """Train a ladder of small models, with and without AttnRes, and fit their losses. Run again, it resumes."""
+    """Train small models of several sizes, with and without AttnRes, and fit a scaling law to their losses.
+
+    Run the same command again to resume.
+    """
     if (step == ScalingStep.run) != (ladder is not None):
         raise typer.BadParameter("run takes a YAML file of a ladder, and fit and plot take none.")
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         need_packages("scaling")
         need_files([ladder])
         check_writable(output)
@@ -342,30 +388,32 @@ def scaling(
 
 
 def plan(
-    model: Annotated[str, typer.Argument(metavar="MODEL", help="A checkpoint, of an AttnRes model or of a base.")],
-    gpus: Annotated[int, typer.Option(min=1, help="Number of processes.")] = 1,
-    tp: Annotated[int, typer.Option(min=1, help="Processes that share a layer.")] = 1,
-    pp: Annotated[int, typer.Option(min=1, help="Processes among which the layers are spread.")] = 1,
-    stages_per_rank: Annotated[int, typer.Option(min=1, help="Stages of a pipeline in each process.")] = 1,
-    schedule: Annotated[str, typer.Option(help="1F1B, GPipe, Interleaved1F1B ...")] = "1F1B",
-    num_blocks: Annotated[int | None, typer.Option(min=1, help="Number of blocks of a base. \\[default: 8]")] = None,
-    microbatches: Annotated[int, typer.Option(min=1, help="Of a step.")] = 8,
-    microbatch_size: Annotated[int, typer.Option(min=1, help="Samples in one.")] = 1,
-    sequence_length: Annotated[int, typer.Option(min=1, help="Tokens of a sample.")] = 4096,
-    prefill_length: Annotated[int, typer.Option(min=1, help="Tokens of a prompt.")] = 131072,
+    model: Annotated[str, typer.Argument(metavar="MODEL", help="Plan for this checkpoint, an AttnRes one or a base.")],
+    gpus: Annotated[int, typer.Option(min=1, help="Use this many processes.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Share each layer among this many processes.")] = 1,
+    pp: Annotated[int, typer.Option(min=1, help="Spread the layers over this many processes.")] = 1,
+    stages_per_rank: Annotated[int, typer.Option(min=1, help="Put this many pipeline stages into each process.")] = 1,
+    schedule: Annotated[
+        str, typer.Option(help="Use this pipeline schedule: 1F1B, GPipe, Interleaved1F1B ...")
+    ] = "1F1B",
+    num_blocks: Annotated[int | None, typer.Option(min=1, help="Give a base this many blocks. \\[default: 8]")] = None,
+    microbatches: Annotated[int, typer.Option(min=1, help="Divide a step into this many microbatches.")] = 8,
+    microbatch_size: Annotated[int, typer.Option(min=1, help="Put this many samples into a microbatch.")] = 1,
+    sequence_length: Annotated[int, typer.Option(min=1, help="Train on samples of this many tokens.")] = 4096,
+    prefill_length: Annotated[int, typer.Option(min=1, help="Plan for prompts of this many tokens.")] = 131072,
     prefill_chunk: Annotated[
-        int | None, typer.Option(min=1, help="Tokens of it that are read at once. \\[default: all]")
+        int | None, typer.Option(min=1, help="Process this many tokens of a prompt at once. \\[default: all]")
     ] = None,
     gradient_checkpointing: Annotated[
-        bool, typer.Option("--gradient-checkpointing", help="Compute layers again in the backward pass.")
+        bool, typer.Option("--gradient-checkpointing", help="Recompute layers in the backward pass.")
     ] = False,
-    dtype: Annotated[str, typer.Option(help="Of activations: float32, bfloat16 ...")] = "bfloat16",
+    dtype: Annotated[str, typer.Option(help="Keep activations in float32, bfloat16 ...")] = "bfloat16",
     as_json: Annotated[
-        bool, json_option("parameters, stages, training, transfers, bubble, prefill; sizes in bytes")
+        bool, json_option("parameters, stages, training, transfers, bubble and prefill, with sizes in bytes")
     ] = False,
 ):
-    """Say what a run would cost before it is started: memory of a process, what crosses between stages, the bubble."""
-    with only_json_on_stdout(as_json):
+    """Estimate what a run would cost: memory per process, traffic between stages, and the pipeline bubble."""
+    with working(as_json):
         need_checkpoints([model])
         from ..parallel.plan import Layout, describe, plan_checkpoint
 

@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The commands that give models to others: behind a server, and on the Hub."""
+"""The commands that share models: on a server, and on the Hub."""
 
 import enum
 from pathlib import Path
@@ -8,21 +8,23 @@ from typing import Annotated
 import typer
 
 from .checks import need_checkpoints, need_folders
-from .console import WroteJson, json_option, only_json_on_stdout, print_json, say, say_written
+from .console import WroteJson, json_option, print_json, say, say_written, working
 
 
-CheckpointFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of an AttnRes checkpoint.")]
+CheckpointFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Use the AttnRes checkpoint in this folder.")]
 
 
 def card(
     folder: CheckpointFolder,
-    base_model: Annotated[str | None, typer.Option(help="Hub id of the base, for the metadata.")] = None,
-    repo_id: Annotated[str | None, typer.Option(help="Hub id of the checkpoint, for the examples.")] = None,
-    evaluation: Annotated[Path | None, typer.Option(help="Folder of `attnres eval` with this checkpoint.")] = None,
+    base_model: Annotated[str | None, typer.Option(help="Name this Hub id as the base in the metadata.")] = None,
+    repo_id: Annotated[str | None, typer.Option(help="Use this Hub id in the examples.")] = None,
+    evaluation: Annotated[
+        Path | None, typer.Option(help="Add the scores in this output folder of `attnres eval`.")
+    ] = None,
     as_json: WroteJson = False,
 ):
-    """Write the model card of a checkpoint anew; entries of its metadata are kept."""
-    with only_json_on_stdout(as_json):
+    """Rewrite the model card of a checkpoint, and keep the entries of its metadata."""
+    with working(as_json):
         need_folders([folder, evaluation])
         need_checkpoints([str(folder)])
         from ..model_cards.card import write_model_card
@@ -37,13 +39,19 @@ def card(
 
 def push(
     folder: CheckpointFolder,
-    repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="user/name on the Hub.")],
-    private: Annotated[bool, typer.Option("--private", help="Create the repository private.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be pushed, and what not.")] = False,
-    as_json: Annotated[bool, json_option("files (their bytes), left_out, url, commit (null of a dry run)")] = False,
+    repo_id: Annotated[
+        str, typer.Argument(metavar="REPO_ID", help="Push to this repository on the Hub, such as user/name.")
+    ],
+    private: Annotated[bool, typer.Option("--private", help="Make the repository private if it is created.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only show what would be pushed and what would be left out.")
+    ] = False,
+    as_json: Annotated[
+        bool, json_option("files (their sizes in bytes), left_out, url and commit (null with --dry-run)")
+    ] = False,
 ):
-    """Put a checkpoint on the Hub, with the code that loads it where attnres is not installed."""
-    with only_json_on_stdout(as_json):
+    """Push a checkpoint to the Hub, with the code that loads it without attnres installed."""
+    with working(as_json):
         need_folders([folder])
         need_checkpoints([str(folder)])
         from ..model_cards.hub import plan_push, push
@@ -72,20 +80,22 @@ def serve(
     context: typer.Context,
     model: Annotated[
         str | None,
-        typer.Argument(help="Folder or Hub id. Without one, transformers' server loads what requests name."),
+        typer.Argument(
+            help="Serve this folder or Hub id. Without one, transformers' server loads the models that requests name."
+        ),
     ] = None,
-    engine: Annotated[Engine, typer.Option(help="Whose server.")] = Engine.transformers,
+    engine: Annotated[Engine, typer.Option(help="Serve with this engine.")] = Engine.transformers,
     max_prompt_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Refuse longer prompts. [default: the context of the model]")
+        int | None, typer.Option(min=1, help="Refuse longer prompts. \\[default: the context of the model]")
     ] = None,
     max_new_tokens: Annotated[
-        int | None, typer.Option(min=1, help="Refuse requests for longer answers. [default: 4096]")
+        int | None, typer.Option(min=1, help="Refuse requests for longer answers. \\[default: 4096]")
     ] = None,
 ):
-    """Serve checkpoints with an OpenAI-compatible API. All other options are the engine's.
+    """Serve checkpoints with an OpenAI-compatible API. All other options are passed to the engine.
 
-    Of transformers' server: --port 8000, --host localhost, --continuous-batching, --dtype bfloat16, --device cpu,
-    --model-timeout 300 (`transformers serve --help` has all). Of vLLM: those of `vllm serve`.
+    transformers takes --port 8000, --host localhost, --continuous-batching, --dtype bfloat16, --device cpu,
+    --model-timeout 300 and more (see `transformers serve --help`). vLLM takes the options of `vllm serve`.
     """
     from ..serving import server
 

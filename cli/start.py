@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The commands to begin with: a demonstration, which decoders can be a base, and what is installed here."""
+"""The commands to begin with: a demonstration, the model types that can be converted, and what is installed."""
 
 import importlib
 from pathlib import Path
@@ -9,7 +9,7 @@ import typer
 
 from ..utils.files import check_writable
 from .checks import need_checkpoints, need_packages
-from .console import Revision, console, json_option, only_json_on_stdout, print_json
+from .console import Revision, console, json_option, print_json, say, working
 
 
 # What results depend on, and what shows whether it can be imported: transformers itself imports little
@@ -28,35 +28,46 @@ ENVIRONMENT = {
 def demo(
     model: Annotated[
         str | None,
-        typer.Option(help="Checkpoint to use, a folder or a Hub id. By default a small Qwen3 is trained first."),
+        typer.Option(help="Use this folder or Hub id. Without it, the demo first trains a small Qwen3."),
     ] = None,
-    output: Annotated[Path, typer.Option("--output", "-o", help="Folder for the checkpoints.")] = Path("attnres-demo"),
-    num_blocks: Annotated[int, typer.Option(min=1, help="Number of AttnRes blocks.")] = 4,
-    steps: Annotated[int, typer.Option(min=1, help="Training steps of the small model.")] = 300,
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the checkpoints to this folder.")] = Path(
+        "attnres-demo"
+    ),
+    num_blocks: Annotated[int, typer.Option(min=1, help="Make this many AttnRes blocks.")] = 4,
+    steps: Annotated[int, typer.Option(min=1, help="Train the small model for this many steps.")] = 300,
 ):
-    """Turn a PreNorm model into an AttnRes one and show that it computes the same. Offline, on a CPU, in minutes."""
+    """Convert a PreNorm model to AttnRes and show that it computes the same. Runs offline on a CPU in minutes."""
     need_packages("demo")
     need_checkpoints([model])
     check_writable(output)
-    from .demo import run_demo
+    with working():
+        from .demo import commands_to_try, run_demo
 
-    run_demo(model=model, output=output, num_blocks=num_blocks, steps=steps)
+        written = run_demo(model=model, output=output, num_blocks=num_blocks, steps=steps)
+    for name, path, what in written:
+        say(f"{name}: {path}{what and f', {what}'}")
+    with working():
+        say("\nTry next:")
+        for command in commands_to_try(output):
+            say(f"  {command}")
 
 
 def families(
     types: Annotated[
-        list[str] | None, typer.Argument(metavar="[TYPE]...", help="Model types. \\[default: all]")
+        list[str] | None, typer.Argument(metavar="TYPE", help="Show these model types. \\[default: all]")
     ] = None,
-    probe: Annotated[str | None, typer.Option(metavar="FOLDER_OR_ID", help="Look at a checkpoint's code.")] = None,
+    probe: Annotated[
+        str | None, typer.Option(metavar="FOLDER_OR_ID", help="Analyse the code of this checkpoint.")
+    ] = None,
     revision: Revision = None,
     trust_remote_code: Annotated[
-        bool, typer.Option("--trust-remote-code", help="Run the code that the checkpoint brings.")
+        bool, typer.Option("--trust-remote-code", help="Allow the checkpoint to run its own code.")
     ] = False,
     as_json: Annotated[
-        bool, json_option("transformers, supported, refused, others; of a probe model_type, num_sites, layers")
+        bool, json_option("transformers, supported, refused and others; with --probe model_type, num_sites and layers")
     ] = False,
 ):
-    """Show which decoders can be a base, or whether a checkpoint can: where its code reads and writes the stream."""
+    """Show which model types can be converted, or whether a checkpoint can and where its code uses the stream."""
     if probe is not None and not types:
         need_checkpoints([probe], revision)
     from ..base.families import survey, survey_table
@@ -66,7 +77,7 @@ def families(
     if probe is not None and types:
         raise typer.BadParameter("--probe looks at one checkpoint, and takes no model types.")
     if probe is not None:
-        with only_json_on_stdout(as_json):
+        with working(as_json):
             config = read_config(probe, revision, trust_remote_code)
             result = probe_report(config) if as_json else describe_probe(config)
         if as_json:
@@ -81,13 +92,13 @@ def families(
         console.print(summary, highlight=False)
 
 
-def env(as_json: Annotated[bool, json_option("attnres, python, platform, packages, errors, reads")] = False):
-    """Show versions, what cannot be imported, devices, and which code computes reads over depth on them and why."""
+def env(as_json: Annotated[bool, json_option("attnres, python, platform, packages, errors and reads")] = False):
+    """Show versions, packages that cannot be imported, devices, and the code that computes reads on them."""
     import platform
 
     from .. import __version__
 
-    with only_json_on_stdout(as_json):
+    with working(as_json):
         found = {"attnres": __version__, "python": platform.python_version(), "platform": platform.platform()}
         found["packages"] = packages = {package: _installed_version(package) for package in ENVIRONMENT}
         found["errors"] = errors = {

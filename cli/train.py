@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The commands that train models: from scratch, and further on."""
+"""The commands that train models: from scratch, or from a checkpoint."""
 
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
@@ -7,15 +7,85 @@ from typing import Annotated, Any, NoReturn
 import typer
 from rich.console import Console
 
-from .checks import need_run
-from .console import console, json_option, note, only_json_on_stdout, print_json, say, say_written
+from ..data.location import check_rows
+from ..utils.files import check_destination, check_writable
+from .checks import need_config, need_packages, need_run
+from .console import Verbosity, console, json_option, note, print_json, say, say_written, set_verbosity, working
 
 
-RunFile = Annotated[Path, typer.Argument(metavar="CONFIG.yaml", help="Fields of the run; see training/configs.")]
-RunFields = Annotated[
-    list[str] | None, typer.Argument(metavar="FIELD=VALUE...", help="In place of those of the file.")
+def show_fields(context: typer.Context, wanted: bool):
+    if wanted:
+        set_verbosity(Verbosity.NORMAL)
+        need_packages(context.info_name)
+        from ..training.fields import fields_table
+
+        console.print(fields_table(context.info_name))
+        raise typer.Exit
+
+
+def write_init(context: typer.Context, file: Path | None):
+    if file is not None:
+        set_verbosity(Verbosity.NORMAL)
+        need_packages(context.info_name)
+        from ..training.fields import write_starting_file
+
+        write_starting_file(context.info_name, file)
+        say_written([file])
+        raise typer.Exit
+
+
+RunFile = Annotated[
+    Path,
+    typer.Argument(
+        metavar="CONFIG.yaml", help="Read the fields of the run from this file, or from one that comes with attnres."
+    ),
 ]
-RunJson = Annotated[bool, json_option("trainable_parameters, query_learning_rate, losses, explanation, wrote")]
+RunFields = Annotated[list[str] | None, typer.Argument(metavar="FIELD=VALUE", help="Override fields of the file.")]
+ShowFields = Annotated[
+    bool, typer.Option("--fields", callback=show_fields, is_eager=True, help="Show all fields with their defaults.")
+]
+Init = Annotated[
+    Path | None,
+    typer.Option(
+        "--init", metavar="FILE", callback=write_init, is_eager=True, help="Write a commented file of a run to edit."
+    ),
+]
+RunJson = Annotated[bool, json_option("trainable_parameters, query_learning_rate, losses, explanation and wrote")]
+
+
+def tokenizer(
+    sources: Annotated[
+        list[str],
+        typer.Argument(metavar="DATA", help="Learn from these files or folders (text, JSONL, Parquet), or Hub ids."),
+    ],
+    output: Annotated[Path, typer.Option("--output", "-o", help="Write the tokenizer to this folder.")] = Path(
+        "tokenizer"
+    ),
+    vocab_size: Annotated[int, typer.Option(min=257, help="Make at most this many tokens.")] = 32_000,
+    like: Annotated[
+        str | None,
+        typer.Option(help="Keep the rules and special tokens of this tokenizer, a folder or a Hub id."),
+    ] = None,
+    text_column: Annotated[str, typer.Option(help="Read the text from this column.")] = "text",
+    as_json: Annotated[bool, json_option("vocab_size, bytes_per_token and wrote")] = False,
+):
+    """Train a tokenizer (byte-level BPE) on your texts, for a model that you train from scratch."""
+    with working(as_json):
+        need_packages("tokenizer")
+        for source in sources:
+            check_rows(source)
+            check_destination(output, source)
+        check_writable(output)
+        from ..training.tokenizer import train_tokenizer
+
+        made = train_tokenizer(sources, output, vocab_size, like, text_column)
+    if as_json:
+        print_json({"vocab_size": made.vocab_size, "bytes_per_token": made.bytes_per_token}, [output])
+        return
+    say(f"{made.vocab_size:,} tokens, {made.bytes_per_token:.2f} bytes of the text per token")
+    if made.vocab_size < vocab_size:
+        note("Note:", f"The text has no more than {made.vocab_size:,} tokens to learn.")
+    say_written([output])
 
 
 class InterruptedRun(SystemExit):
@@ -27,12 +97,17 @@ class InterruptedRun(SystemExit):
 def finetune(
     config: RunFile,
     fields: RunFields = None,
+    show_fields: ShowFields = False,
+    init: Init = None,
     show_batch: Annotated[
-        bool, typer.Option("--show-batch", help="Print the first batch and what is learned in it; do not train.")
+        bool, typer.Option("--show-batch", help="Print the first batch, mark the tokens to learn, and do not train.")
     ] = False,
     as_json: RunJson = False,
 ):
-    """Fine-tune a checkpoint: all of it, LoRA and the depth queries, or the queries alone. Run again, it resumes."""
+    """Fine-tune a checkpoint: all of it, LoRA and the depth queries, or only the queries.
+
+    Run the same command again to resume an interrupted run.
+    """
     if show_batch and as_json:
         raise typer.BadParameter("--show-batch is for people to read: leave --json out.")
     try:
@@ -41,19 +116,24 @@ def finetune(
         else:
             _train("finetune", config, fields, as_json)
     except KeyboardInterrupt:
-        _say_interrupted("" if show_batch else " Run the same command again, and it goes on.")
+        _say_interrupted("" if show_batch else " Run the same command again to resume.")
 
 
 def pretrain(
     config: RunFile,
     fields: RunFields = None,
+    show_fields: ShowFields = False,
+    init: Init = None,
     as_json: RunJson = False,
 ):
-    """Train a model from scratch, or further on, also over the stages of a pipeline. Run again, it resumes."""
+    """Train a model from scratch, or continue with a checkpoint, in one process or over the stages of a pipeline.
+
+    Run the same command again to resume an interrupted run.
+    """
     try:
         _train("pretrain", config, fields, as_json)
     except KeyboardInterrupt:
-        _say_interrupted(" Run the same command again, and it goes on.")
+        _say_interrupted(" Run the same command again to resume.")
 
 
 def _say_interrupted(again: str) -> NoReturn:
@@ -82,6 +162,7 @@ def _is_first_process() -> bool:
 
 def _show_batch(config: Path, fields: list[str] | None):
     overrides = _overrides(fields)
+    config = need_config("finetune", config)
     need_run("finetune", config, overrides)
     from .. import training
 
@@ -92,7 +173,8 @@ def _show_batch(config: Path, fields: list[str] | None):
 
 def _train(kind: str, config: Path, fields: list[str] | None, as_json: bool):
     overrides = _overrides(fields)
-    with only_json_on_stdout(as_json):
+    config = need_config(kind, config)
+    with working(as_json):
         need_run(kind, config, overrides)
         from .. import training
 

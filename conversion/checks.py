@@ -52,8 +52,8 @@ def refuse_multimodal(checkpoint: Checkpoint):
     """Raise a `ValueError` for a model of images and text, where it is to be self-contained."""
     if checkpoint.is_multimodal:
         raise ValueError(
-            f"`{checkpoint.name}` cannot be self-contained: its language model is made by the code of its base, which"
-            " knows no code from a folder. Without, it loads where `attnres` is installed and imported."
+            f"`{checkpoint.name}` cannot be self-contained: its base's code creates the language model, and it"
+            " cannot load code from a folder. Leave `--self-contained` out: it loads where attnres is imported."
         )
 
 
@@ -72,7 +72,7 @@ def refuse_trained_queries(checkpoint: Checkpoint, consequence: str):
     names = [name for name in names if name in checkpoint.weight_map]
     if not names:
         name = checkpoint.query_prefix + QUERY_NAMES[0]
-        raise ValueError(f"`{checkpoint.name}` lacks the tensor `{name}`, so it is no whole AttnRes checkpoint.")
+        raise ValueError(f"`{checkpoint.name}` lacks the tensor `{name}`, so it is not a complete AttnRes checkpoint.")
     for tensor in checkpoint.tensors(names).values():
         norms = tensor.float().flatten(1).norm(dim=-1)
         if norms.count_nonzero():
@@ -190,10 +190,12 @@ def _reason_against_class(checkpoint: Checkpoint, unexpected: list[str]) -> str 
     """
     architectures, lm_class = checkpoint.config.architectures, checkpoint.lm_class.__name__
     if not checkpoint.has_lm_head:
-        return f"`architectures={architectures}` is no class of this type, and its tensors are no {lm_class}'s"
+        return (
+            f"`architectures={architectures}` is not a class of this type, and its tensors are not those of {lm_class}"
+        )
     if unexpected:
         return (
-            f"`architectures={architectures}` is no class of this type, and it has tensors that are no {lm_class}'s,"
+            f"`architectures={architectures}` is not a class of this type, and it has tensors that {lm_class} has not,"
             f" among them `{unexpected[0]}`"
         )
     return None
@@ -222,7 +224,7 @@ def check_tensors(checkpoint: Checkpoint):
             else:
                 message = f"it does not load: {in_one_line(error).rstrip('.')}"
         except Exception as error:
-            message = f"no model can be built of its config.json: {in_one_line(error)}"
+            message = f"no model can be built from its config.json: {in_one_line(error)}"
         else:
             missing = sorted(info["missing_keys"])
             if missing:
@@ -230,4 +232,6 @@ def check_tensors(checkpoint: Checkpoint):
             elif not is_known_class(checkpoint):
                 message = _reason_against_class(checkpoint, sorted(info["unexpected_keys"]))
     if message is not None:
-        raise ValueError(f"`{checkpoint.name}` is not a whole {checkpoint.config.model_type} checkpoint: {message}.")
+        raise ValueError(
+            f"`{checkpoint.name}` is not a complete {checkpoint.config.model_type} checkpoint: {message}."
+        )

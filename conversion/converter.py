@@ -122,11 +122,11 @@ def planned(checkpoint: Checkpoint, choice: Choice) -> Conversion:
         depth.auto_map = dict(REMOTE_CODE_AUTO_MAP)
     notes = []
     if checkpoint.is_multimodal:
-        notes.append("compared on text; what reads images or sound is the base's, byte for byte")
+        notes.append("compared on text only; the parts for images and sound are the base's, byte for byte")
     wanted, num_blocks = choice.blocks.num_blocks, num_blocks_of(depth)
     if wanted not in (None, num_blocks):
         notes.append(
-            f"{wanted} blocks were asked for, and the smallest that are no more are {num_blocks} of"
+            f"{wanted} blocks were requested, and the closest that fit are {num_blocks} of"
             f" {depth.attn_res_block_size} sublayers"
         )
     return replace(conversion, notes=notes)
@@ -155,8 +155,8 @@ def change_of_read(checkpoint: Checkpoint, choice: Choice) -> Conversion:
     if choice.is_empty:
         size = checkpoint.text_config.attn_res_block_size
         raise ValueError(
-            f"`{checkpoint.name}` is an AttnRes checkpoint already, with blocks of {size} sublayers: say which"
-            " blocks or which read it is to have, such as `--num-blocks 8`."
+            f"`{checkpoint.name}` is an AttnRes checkpoint already, with blocks of {size} sublayers: give the"
+            " blocks or the read to change to, such as `--num-blocks 8`."
         )
     check_head(checkpoint, config)
     read = choice.read.as_fields()

@@ -283,7 +283,7 @@ def config_from_kimi(checkpoint: Checkpoint) -> AttnResConfig:
     num_layers = config_dict.pop("attn_res_block_size", None)
     if not isinstance(num_layers, int) or num_layers < 1:
         raise ValueError(
-            f"`{checkpoint.name}` has Kimi's tensor names, but `attn_res_block_size={num_layers!r}` is no number of"
+            f"`{checkpoint.name}` has Kimi's tensor names, but `attn_res_block_size={num_layers!r}` is not a number of"
             " layers."
         )
     base_config = base_config_class(config_dict["model_type"]).from_dict(config_dict)

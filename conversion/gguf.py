@@ -172,7 +172,7 @@ def check_header(path: Path):
 
         def skip(num_bytes: int):
             if num_bytes > size - file.tell():
-                raise ValueError(f"its header announces {num_bytes:,} bytes where there are fewer")
+                raise ValueError(f"its header announces {num_bytes:,} bytes, but there are fewer")
             file.seek(num_bytes, 1)
 
         def value(kind: int) -> int | float | None:

@@ -146,7 +146,7 @@ def check_finite_outputs(checkpoint: Checkpoint, outputs: list[torch.Tensor], dt
         raise ValueError(
             f"The model of `{checkpoint.name}` gives outputs that are not finite in"
             f" {str(dtype).removeprefix('torch.')}, although its weights are: a number in its config.json is wrong, or"
-            " the dtype is too narrow. `--no-verify` converts it unseen."
+            " the dtype is too narrow. `--no-verify` skips this check."
         )
 
 
@@ -291,13 +291,13 @@ def read_windows(
             bos = [tokenizer.bos_token_id]
     else:
         ids = [byte % checkpoint.text_config.vocab_size for byte in content.encode()]
-        name += ", its bytes as token ids for want of a tokenizer that loads here"
+        name += ", with its bytes as token ids because no tokenizer loads here"
     ids = ids[:max_tokens]
     if len(ids) < 2:
         raise ValueError(f"The text to verify on has {len(ids)} tokens; give one with at least 2.")
     if max(ids) >= checkpoint.text_config.vocab_size:
         raise ValueError(
-            f"The tokenizer of `{checkpoint.name}` gives token {max(ids)}, its model has"
+            f"The tokenizer of `{checkpoint.name}` gives token {max(ids)}, but its model has only"
             f" {checkpoint.text_config.vocab_size}."
         )
     length = min(WINDOW, len(ids), getattr(checkpoint.text_config, "max_position_embeddings", None) or WINDOW)

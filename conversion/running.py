@@ -45,7 +45,7 @@ def model_errors_explained(checkpoint: Checkpoint) -> Iterator[None]:
         raise
     except Exception as error:
         raise ValueError(
-            f"The model of `{checkpoint.name}` does not run, by its config.json or for want of a package:"
+            f"The model of `{checkpoint.name}` does not run, because of its config.json or a missing package:"
             f" {in_one_line(error)}"
         ) from error
 

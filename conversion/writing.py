@@ -108,7 +108,7 @@ def write_checkpoint(conversion: Conversion, path: Path, how: Writing) -> Conver
     check_before_writing(source, cards)
     if how.verify:
         check_before_verifying(source, how.verify_text, how.device)
-    way_out = " Within one disk `--link` needs next to nothing."
+    way_out = " On the same disk `--link` needs almost no room."
     with atomic_folder(path, conversion.num_bytes(how.link), way_out) as folder:
         reference = run_reference(source, how.verify_text, device=how.device) if how.verify else None
         start = time.perf_counter()
@@ -123,8 +123,8 @@ def write_checkpoint(conversion: Conversion, path: Path, how: Writing) -> Conver
             verification = compare_with(reference, written, how.device)
             if not (verification.equal or how.may_differ):
                 raise ValueError(
-                    f"`{path}` would not compute what `{source.name}` does, so it is not written. The first difference"
-                    f" is at {verification.first_difference}; please report this.\n{verification.to_markdown()}"
+                    f"`{path}` would not compute the same as `{source.name}`, so it is not written."
+                    f" {verification.verdict}. Please report this."
                 )
         report = ConversionReport(
             destination=path.name,
@@ -219,7 +219,7 @@ def keep_tokenizer(source: Checkpoint, folder: Path) -> list[str]:
     with quiet_loading():
         tokenizer = source.tokenizer()
         if tokenizer is None:
-            return ["no tokenizer came with it that loads here, and without running code of its own"]
+            return ["it has no tokenizer that loads here without running its own code"]
         expected = tokenizer(sample, verbose=False).input_ids
         try:
             written = load_tokenizer(folder)
@@ -230,7 +230,7 @@ def keep_tokenizer(source: Checkpoint, folder: Path) -> list[str]:
         tokenizer.save_pretrained(folder)
         if load_tokenizer(folder)(sample).input_ids != expected:
             raise ValueError(f"The tokenizer of `{source.name}` does not give the same tokens once copied.")
-    return [f"tokenizer saved anew as `{tokenizer.__class__.__name__}`: the files do not name their class"]
+    return [f"tokenizer saved again as `{tokenizer.__class__.__name__}`: the files do not name their class"]
 
 
 def keep_processor(source: Checkpoint, folder: Path) -> list[str]:
@@ -242,7 +242,7 @@ def keep_processor(source: Checkpoint, folder: Path) -> list[str]:
             expected = AutoProcessor.from_pretrained(source.folder, trust_remote_code=False)
         except (ValueError, OSError, ImportError, KeyError) as error:
             reason = " ".join(str(error).split())[:200]
-            return [f"its processor does not load here, so it was copied unseen: {reason}"]
+            return [f"its processor does not load here, so it was copied without a check: {reason}"]
         try:
             written = AutoProcessor.from_pretrained(folder, trust_remote_code=False)
             if type(written) is type(expected) and written.to_dict() == expected.to_dict():
@@ -252,4 +252,4 @@ def keep_processor(source: Checkpoint, folder: Path) -> list[str]:
         expected.save_pretrained(folder)
         if type(AutoProcessor.from_pretrained(folder, trust_remote_code=False)) is not type(expected):
             raise ValueError(f"The processor of `{source.name}` does not load once copied.")
-    return [f"processor saved anew as `{type(expected).__name__}`: the files do not name its class"]
+    return [f"processor saved again as `{type(expected).__name__}`: the files do not name its class"]

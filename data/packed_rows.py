@@ -34,7 +34,7 @@ class PackedStream(IterableDataset):
         documents: rows of text, chats or completions, see `row_tokenizer`. Those of a `datasets.IterableDataset` come
             in its order, others in one that is drawn anew for every epoch.
         seed: of that order.
-        apart: whether documents that lie in one row are kept apart.
+        apart: whether documents in one row are kept apart.
     """
 
     def __init__(

@@ -96,5 +96,5 @@ def sees_other_documents(model: nn.Module) -> str | None:
     base_model_type = getattr(model.config, "base_model_type", model.config.model_type)
     return (
         f"`{base_model_type}` with `attn_implementation={model.config._attn_implementation!r}` does not keep documents"
-        " that lie in one row apart"
+        " in one row apart"
     )

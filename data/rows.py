@@ -75,8 +75,8 @@ def _check_whole(source: str, config: str | None, split: str):
     for name, value in (("split", split if split != "train" else None), ("configuration", config)):
         if value is not None:
             raise ValueError(
-                f"`{source}` is a file or a folder of files, which has no {name} `{value}`: only data sets of the Hub"
-                " have. Name another file."
+                f"`{source}` is a file or a folder of files, which has no {name} `{value}`: only data sets on the Hub"
+                " have one. Name another file."
             )
 
 
@@ -106,8 +106,8 @@ def kind_of_rows(columns: list[str], text_column: str | None = None) -> str:
     if text_column is not None or "text" in columns:
         return "text"
     raise ValueError(
-        f"The data has the columns {', '.join(columns)}: it takes `text`, `messages`, `prompt` with `completion`,"
-        " or `text_column`."
+        f"The data has the columns {', '.join(columns)}. It needs `text`, `messages`, or `prompt` and"
+        " `completion`. `text_column` names another column."
     )
 
 
@@ -182,7 +182,7 @@ def tokenize_chat(row: dict[str, Any], tokenizer: PreTrainedTokenizerBase) -> di
     except ValueError:
         raise
     except Exception as error:  # of many kinds, as a template is a program
-        raise ValueError(f"A chat cannot be put through the chat template: {in_one_line(error)}.") from error
+        raise ValueError(f"The chat template fails on a chat: {in_one_line(error)}.") from error
     return {"input_ids": ids, "labels": [i if answer else IGNORED_LABEL for i, answer in zip(ids, answers)]}
 
 
@@ -199,8 +199,8 @@ def template_time_limit() -> Iterator[None]:
 
     def stop(number, frame):
         raise ValueError(
-            f"The chat template takes more than {SECONDS_OF_TEMPLATE:g} seconds for one chat: it may be in a loop"
-            " without end. Put another chat_template.jinja into the folder of the checkpoint."
+            f"The chat template takes more than {SECONDS_OF_TEMPLATE:g} seconds for one chat: it may never"
+            " end. Replace chat_template.jinja in the folder of the checkpoint."
         )
 
     before = signal.signal(signal.SIGALRM, stop)
@@ -245,8 +245,8 @@ def find_answers(messages: list[dict], render: Callable[..., str]) -> tuple[str,
             end = len(chat) - len(behind) + len(closing) if found else 0
         if not chat.startswith(before) or start < len(before) or end <= start:
             raise ValueError(
-                f"What is to be learned from message {i} of a chat cannot be told from the prompts in what the chat"
-                " template makes of it: put {% generation %} and {% endgeneration %} around the assistant's turns in"
+                f"The output of the chat template does not show where message {i} of a chat, an answer to learn,"
+                " begins and ends: put {% generation %} and {% endgeneration %} around the assistant's turns in"
                 " the chat template."
             )
         spans.append((start, end))

@@ -3,6 +3,7 @@
 
 import sysconfig
 import zlib
+from collections.abc import Iterable
 from importlib import metadata, resources
 from pathlib import Path
 
@@ -44,7 +45,7 @@ def windows(tokenizer, texts: list[str], length: int) -> torch.Tensor:
     return torch.tensor(ids[: len(ids) // length * length]).view(-1, length)
 
 
-def train_tokenizer(texts: list[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
+def train_tokenizer(texts: Iterable[str], vocab_size: int = 2048) -> PreTrainedTokenizerFast:
     """A byte-level BPE tokenizer."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)

@@ -70,8 +70,8 @@ def serve_with_vllm(
         raise ValueError("vLLM serves one model: name it, as in `attnres serve MODEL --engine vllm`.")
     if max_prompt_tokens is not None or max_new_tokens is not None:
         raise ValueError(
-            "--max-prompt-tokens and --max-new-tokens are of transformers' server. vLLM has --max-model-len, and"
-            " --override-generation-config '{\"max_new_tokens\": N}'."
+            "--max-prompt-tokens and --max-new-tokens are options of transformers' server. vLLM has --max-model-len"
+            " and --override-generation-config '{\"max_new_tokens\": N}'."
         )
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError("vllm is not installed", name="vllm")
@@ -92,7 +92,7 @@ def _check_folder(model: str | None):
         return
     if (folder / "adapter_config.json").exists():
         raise ValueError(
-            f"`{model}` is an adapter, and a server wants a whole model: load it with PEFT's"
+            f"`{model}` is an adapter, and a server needs a full model: load it with PEFT's"
             " `AutoPeftModelForCausalLM`, call `merge_and_unload()`, and save the result."
         )
     raise FileNotFoundError(f"`{model}` is not a checkpoint: there is no config.json in it.")

@@ -97,8 +97,8 @@ class AttnResForCausalLM(TransformersForCausalLM):
             hook.remove()
         if reached[0] is not given:
             raise ValueError(
-                f"Base `{self.config.base_model_type}` changes embeddings in front of its first layer, and would"
-                " change what crosses between vLLM's pipeline stages. Use --tensor-parallel-size in place of"
+                f"Base `{self.config.base_model_type}` changes embeddings before its first layer, and would"
+                " change what crosses between vLLM's pipeline stages. Use --tensor-parallel-size instead of"
                 " --pipeline-parallel-size."
             )
 

@@ -21,7 +21,7 @@ def register():
     if not Version(TRIED[0]) <= Version(vllm_version()) < Version(TRIED[1]):
         logging.getLogger(__name__).warning(
             "attnres has been tried with vLLM >=%s,<%s, and this is %s. If an AttnRes model fails to load or answers"
-            " otherwise than transformers does, install a version of that range.",
+            " differently from transformers, install a version in that range.",
             *TRIED,
             vllm_version(),
         )

@@ -1,10 +1,12 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that hold for every test, before transformers is imported."""
 
+import logging
 import os
 import shutil
 import signal
 import tempfile
+import warnings
 
 
 # What the shell says must not decide: caches and accounts of the user, colours, how wide a terminal is
@@ -27,6 +29,7 @@ if not torch.cuda.is_available():  # read when Triton is imported
 
 from tiny_models import TINY
 from transformers import set_seed
+from transformers.utils import logging as transformers_logging
 
 from attnres.base import probe as depth_probe
 from attnres.cli import main
@@ -92,4 +95,13 @@ def run_attnres(monkeypatch):
             return exit.code or 0
         return 0
 
-    return run
+    # What the program makes libraries print lasts as long as its process
+    monkeypatch.setenv("TQDM_DISABLE", "")
+    monkeypatch.delenv("TQDM_DISABLE")
+    level, bars = transformers_logging.get_verbosity(), transformers_logging.is_progress_bar_enabled()
+    with warnings.catch_warnings():
+        yield run
+    logging.disable(logging.NOTSET)
+    transformers_logging.set_verbosity(level)
+    if bars:
+        transformers_logging.enable_progress_bar()

@@ -215,16 +215,16 @@ def link_to(target: str):
 
 
 FILES = {
-    "a link out": (link_to("/etc/passwd"), "is a link out of the folder, to `/etc/passwd`"),
-    "a link out by its parents": (link_to("../../secret.md"), "is a link out of the folder"),
-    "a device": (link_to("/dev/zero"), ("is a link out of the folder", "is a pipe, a socket or a device")),
-    "a link to nowhere": (link_to("nowhere"), "is a link to nowhere"),
-    "a link to itself": (lambda path: path.symlink_to(path.name), "is a link to nowhere"),
+    "a link out": (link_to("/etc/passwd"), "is a link to `/etc/passwd`, outside the folder"),
+    "a link out by its parents": (link_to("../../secret.md"), ", outside the folder"),
+    "a device": (link_to("/dev/zero"), (", outside the folder", "is a pipe, a socket or a device")),
+    "a link to nowhere": (link_to("nowhere"), "is a broken link"),
+    "a link to itself": (lambda path: path.symlink_to(path.name), "is a broken link"),
     "a pipe": (fifo, "is a pipe, a socket or a device"),
-    "a folder": (lambda path: path.mkdir(), "is a folder where a file should be"),
+    "a folder": (lambda path: path.mkdir(), "is a folder, not a file"),
     "a large file": (
         lambda path: os.truncate(os.open(path, os.O_CREAT | os.O_WRONLY), 2**27),
-        "and a file of this name at most",
+        "more than the limit of",
     ),
 }
 READ = ("evaluation/table.md", "conversion_report.json", "depth/depth.json", "README.md")
@@ -279,7 +279,7 @@ def test_an_evaluation_is_not_written_through_links(checkpoint, tmp_path, monkey
     assert "| bench |" in text and "root:" not in text
     assert (tmp_path / "mine.md").read_text() == "mine"
     (evaluation / "differences.png").symlink_to("/etc/passwd")
-    with pytest.raises(ValueError, match="link out of the folder"):
+    with pytest.raises(ValueError, match="is a link to .*, outside the folder"):
         write_model_card(folder, evaluation=evaluation)
 
 

@@ -15,10 +15,12 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from tiny_models import tiny_base_model
 from typer.main import get_command
 
 from attnres.cli import COMMANDS, app
+from attnres.cli.console import console
 from attnres.data.text import read_sample, train_tokenizer
 
 
@@ -79,6 +81,27 @@ def test_help(command, run_attnres, capsys):
     PROGRAM.commands[command].make_context(command, arguments)  # fails for what it does not take
 
 
+def test_help_shows_what_to_type(run_attnres, capsys):
+    """Arguments without braces, flags without a type, numbers without the names that Python has for them."""
+    for command, usage in {
+        "convert": "[OPTIONS] SOURCE OUTPUT",
+        "finetune": "[OPTIONS] CONFIG.yaml [FIELD=VALUE]...",
+        "eval": "[OPTIONS] MODEL...",
+        "inspect": "[OPTIONS] MODEL [OTHER]",
+        "families": "[OPTIONS] [TYPE]...",
+    }.items():
+        assert run_attnres(command, "--help") == 0
+        lines = [line.strip(" │") for line in capsys.readouterr().out.splitlines()]
+        assert f"Usage: attnres {command} {usage}" in lines
+    assert run_attnres("convert", "--help") == 0
+    shown = capsys.readouterr().out
+    assert not re.search(r"<\w+>|x>=|[{}]", shown)
+    assert re.search(r"--num-blocks +NUMBER +Make", shown) and re.search(r"--full +Use", shown)
+    assert re.search(r"--weights +softmax\|sigmoid\|softmax1 +Turn", shown)
+    assert run_attnres("convert", "a", "b", "--num-blocks", 0) == 2
+    assert "greater than or equal to 1" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("command", NAMES)
 def test_unknown_option(command, run_attnres, capsys):
     assert run_attnres(command, "--no-such-option") == 2
@@ -98,7 +121,7 @@ def test_the_same_words_for_the_same_things():
     assert short_forms["--output"] == {("-o",)}
     for name in ("convert", "revert", "import", "export"):
         arguments = [param for param in PROGRAM.commands[name].params if param.param_type_name == "argument"]
-        assert [argument.metavar for argument in arguments] == ["SRC", "DST"]
+        assert [argument.metavar for argument in arguments] == ["SOURCE", "OUTPUT"]
     options = {name: {opt for param in PROGRAM.commands[name].params for opt in param.opts} for name in NAMES}
     assert [name for name in NAMES if "--json" not in options[name]] == WITHOUT_JSON
 
@@ -197,6 +220,51 @@ def test_paths_are_said_at_the_end(base, tmp_path, run_attnres, capsys):
     assert printed.splitlines()[-1] == f"Wrote {tmp_path / 'out'}" and "\x1b" not in printed
 
 
+def test_a_verdict_is_one_line(base, tmp_path, run_attnres, capsys):
+    assert run_attnres("convert", base, tmp_path / "out", "--num-blocks", 2) == 0
+    figures = r"largest difference \d\.\de-\d+, tolerance \d\.\de-\d+ \(float32\)"
+    assert re.search(rf"^Passed: {figures}$", capsys.readouterr().out, re.MULTILINE)
+    assert run_attnres("convert", base, tmp_path / "unseen", "--no-verify") == 0
+    assert "\nNot verified: the models were not compared\n" in capsys.readouterr().out
+    other = tiny_base_model("llama", vocab_size=300)
+    torch.nn.init.normal_(other.lm_head.weight)
+    other.save_pretrained(tmp_path / "other")
+    shutil.copy(base / "tokenizer.json", tmp_path / "other")
+    assert run_attnres("verify", base, tmp_path / "other", "--max-tokens", 64) == 1
+    failed = rf"^Failed: {figures}\. The first difference is at .+$".replace("e-", "e[-+]")
+    assert re.search(failed, capsys.readouterr().out, re.MULTILINE)
+
+
+def test_table_of_families_fits_a_terminal(run_attnres, capsys, monkeypatch):
+    monkeypatch.setattr(console, "_width", 80)
+    assert run_attnres("families") == 0
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert max(map(len, lines)) <= 80
+    rows = {line.split()[0]: line.split()[1:3] for line in lines[3:-3] if line[:3].strip()}
+    assert rows["llama"] == ["yes", "packing,"] and rows["bert"] == ["no", "its"] and len(rows) == 198
+
+
+def test_quiet_and_verbose(base, tmp_path, run_attnres, capsys):
+    """In processes of their own: what libraries print is decided before they are imported."""
+
+    def convert(name, *options):
+        command = [sys.executable, "-m", "attnres", "convert", base, tmp_path / name, "--num-blocks", "2", *options]
+        result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
+        assert result.returncode == 0, result.stderr
+        return result
+
+    normal, quiet, verbose = convert("a"), convert("b", "--quiet"), convert("c", "--verbose")
+    assert normal.stderr == "" == quiet.stderr  # no bars either, where it is not a terminal
+    assert "\nPassed: " in normal.stdout and "deciding figure" not in normal.stdout
+    assert re.fullmatch(rf"Passed: .*\nWrote {tmp_path / 'b'}\n", quiet.stdout)
+    assert "deciding figure" in verbose.stdout
+    assert "loading configuration file" in verbose.stderr  # by transformers at its level `info`
+    assert run_attnres("convert", base, tmp_path / "d", "--quiet", "--verbose") == 2
+    assert "contradict" in capsys.readouterr().err
+    assert run_attnres("verify", base, tmp_path / "nope", "--quiet") == 1
+    assert "There is no folder" in capsys.readouterr().err
+
+
 def stand_in(result):
     """Of a function: it prints, and returns the result."""
 
@@ -268,7 +336,7 @@ MISTYPED = [
     (["families", "--probe", "./nope"], "There is no folder `./nope`"),
     (["convert", "./nope", "out"], "There is no folder `./nope`"),
     (["convert", "nope.gguf", "out"], "There is no file `nope.gguf`"),
-    (["convert", "base", "base/out"], "is inside of the source"),
+    (["convert", "base", "base/out"], "is inside the source"),
     (["convert", "base", "out", "--verify-text", "nope.txt"], "There is no file `nope.txt`"),
     (["convert", "base", "file/out"], "is a file; name a folder"),
     (["revert", "./nope", "out"], "There is no folder `./nope`"),

@@ -226,13 +226,12 @@ def test_blocks_are_those_that_were_asked_for(base, tmp_path):
             convert(base, tmp_path / "attnres", num_blocks=number, verify=False)
     report = convert(base, tmp_path / "attnres", num_blocks=3, verify=False)
     assert not any("asked for" in note for note in report.notes)
-    with pytest.raises(ValueError, match="is an AttnRes checkpoint already, with blocks of 3 sublayers: say which"):
+    with pytest.raises(ValueError, match="is an AttnRes checkpoint already, with blocks of 3 sublayers: give the"):
         convert(tmp_path / "attnres", tmp_path / "again", verify=False)
     assert not (tmp_path / "again").exists()
     report = convert(tmp_path / "attnres", tmp_path / "again", num_blocks=7, verify=False)
     assert report.block_size == 2 and any(
-        note.startswith("7 blocks were asked for, and the smallest that are no more are 4 of 2")
-        for note in report.notes
+        note.startswith("7 blocks were requested, and the closest that fit are 4 of 2") for note in report.notes
     )
     report = convert(tmp_path / "attnres", tmp_path / "whole", self_contained=True, verify=False)
     assert report.block_size == 3
@@ -316,7 +315,7 @@ def test_tokenizer_without_a_class(base, tmp_path):
     report = convert(base, tmp_path / "attnres", verify=False)
     ids = [AutoTokenizer.from_pretrained(folder)("def f(): é").input_ids for folder in (base, tmp_path / "attnres")]
     assert ids[0] == ids[1]
-    assert report.notes == [] or "tokenizer saved anew" in report.notes[0]
+    assert report.notes == [] or "tokenizer saved again" in report.notes[0]
 
 
 def quantize_mxfp4(loaded):
@@ -461,7 +460,9 @@ def test_experts_at_near_ties_in_half_precision(family, seed, tmp_path, monkeypa
 
 def test_a_conversion_that_is_not_equal_leaves_nothing(base, tmp_path, monkeypatch):
     monkeypatch.setattr(parity_module, "FP32_TOLERANCE", 0)
-    with pytest.raises(ValueError, match="would not compute what .* does, so it is not written. The first difference"):
+    with pytest.raises(
+        ValueError, match="would not compute the same as .*, so it is not written. Failed: .* The first difference"
+    ):
         convert(base, tmp_path / "attnres")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 
@@ -568,7 +569,7 @@ BAD_SOURCES = {
     ),
     "tensor missing": (
         lambda d: drop_tensor(d, "model.layers.2.mlp.up_proj.weight"),
-        "is not a whole qwen3 checkpoint: 1 tensors are missing, among them `model.layers.2.mlp.up_proj.weight`",
+        "is not a complete qwen3 checkpoint: 1 tensors are missing, among them `model.layers.2.mlp.up_proj.weight`",
     ),
     "tensor of another shape": (
         lambda d: reshape_tensor(d, "model.layers.2.mlp.up_proj.weight"),
@@ -585,7 +586,7 @@ BAD_SOURCES = {
         lambda d: AutoModelForCausalLM.from_config(
             AutoConfig.from_pretrained(d, vocab_size=100, dtype="float32")
         ).save_pretrained(d, max_shard_size="40KB"),
-        "The tokenizer of .* gives token [0-9]+, its model has 100",
+        "The tokenizer of .* gives token [0-9]+, but its model has only 100",
     ),
 }
 
@@ -722,7 +723,7 @@ def test_code_of_strangers_is_not_run(base, tmp_path):
     (base / "tokenizer.json").unlink()
     report = convert(base, tmp_path / "attnres", num_blocks=2)
     assert report.verification.equal and "its bytes as token ids" in report.verification.text
-    assert "no tokenizer came with it that loads here" in report.notes[0]
+    assert "it has no tokenizer that loads here" in report.notes[0]
     assert "auto_map" not in json.loads((tmp_path / "attnres/config.json").read_text())
     assert (tmp_path / "attnres/tokenization_mine.py").exists() and not witness.exists()
     edit_json(base / "config.json", model_type="mine")
@@ -741,7 +742,7 @@ def fill(path):
     [
         (["base", "base"], "`base` is the source itself"),
         (["base", "./base/../base/"], "is the source itself"),
-        (["base", "base/inside"], "is inside of the source"),
+        (["base", "base/inside"], "is inside the source"),
         (["base", "full"], "`full` is not empty"),
         (["base", "full/file"], "`full/file` is a file"),
         (["base", "link"], "`link` is a link, to `nowhere`; name the folder itself"),
@@ -793,7 +794,7 @@ def test_wrong_usage(arguments, word, base, tmp_path, capsys, run_attnres):
 
 def test_no_room(base, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**6, 10**6, 1000))
-    with pytest.raises(OSError, match=r"needs 0.0 GB, on its disk 0.0 GB are free. Within one disk `--link`"):
+    with pytest.raises(OSError, match=r"needs 0.0 GB, but its disk has 0.0 GB free. On the same disk `--link`"):
         convert(base, tmp_path / "attnres")
     assert sorted(path.name for path in tmp_path.iterdir()) == ["base"]
 

@@ -216,7 +216,7 @@ def test_interrupted(folder, tmp_path, moment):
     assert result.returncode == 130, result.stderr
     assert "Traceback" not in result.stderr
     said = [line for line in result.stderr.splitlines() if line.startswith("Interrupted")]
-    assert said == ["Interrupted. Run the same command again, and it goes on."]
+    assert said == ["Interrupted. Run the same command again to resume."]
     assert not (tmp_path / "out/final").exists()
     if moment == "saving":
         assert not (tmp_path / "out/checkpoint-1").exists()  # not whole, and so not left
@@ -286,7 +286,7 @@ def test_two_processes_match_one(folder, tmp_path):
         ({"dataset": "./nowhere.jsonl"}, "There is no file or folder `./nowhere.jsonl`"),
         ({"dataset": "{folder}/empty"}, "holds none of .jsonl"),
         ({"dataset": "{folder}/broken.jsonl"}, "cannot be read as json"),
-        ({"dataset": "{folder}/other.jsonl"}, "The data has the columns story: it takes `text`, `messages`"),
+        ({"dataset": "{folder}/other.jsonl"}, "The data has the columns story. It needs `text`, `messages`"),
         ({"dataset": "{folder}/one.jsonl"}, "too few to hold out"),
         ({"text_column": "story"}, "`text_column='story'` is not one of the columns text"),
         ({"dataset": "{folder}/chat.jsonl"}, "the tokenizer has no chat template"),
@@ -316,7 +316,7 @@ def test_two_processes_match_one(folder, tmp_path):
         ({"max_steps": 0}, "`max_steps: 0` is not above 0"),
         ({"num_train_epochs": 0}, "`num_train_epochs: 0.0` is not above 0"),
         ({"save_steps": 0}, "`save_steps: 0.0` is not above 0"),
-        ({"save_steps": 2.5}, "`save_steps: 2.5` is neither a whole number nor below 1"),
+        ({"save_steps": 2.5}, "`save_steps: 2.5` must be a whole number, or below 1"),
         ({"eval_steps": 0}, "`eval_steps: 0.0` is not above 0"),
         ({"logging_steps": 0}, "`logging_steps: 0.0` is not above 0"),
         ({"warmup_steps": -1}, "`warmup_steps: -1.0` is negative"),

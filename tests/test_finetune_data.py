@@ -143,7 +143,7 @@ def test_the_data_is_read_once(folder, tmp_path, monkeypatch, capsys):
 def test_whether_documents_are_kept_apart_is_tried(tmp_path, capsys):
     """Only the model shows it, once it is loaded. Rows are not packed then, and nothing is left of a refused run."""
     write_model_and_text("gpt_oss", tmp_path)
-    reason = "`gpt_oss` with `attn_implementation='eager'` does not keep documents that lie in one row apart"
+    reason = "`gpt_oss` with `attn_implementation='eager'` does not keep documents in one row apart"
     with pytest.raises(ValueError, match=f"`packing: true` is not possible here: {reason}. Set `packing: false`."):
         finetune(fields(tmp_path, tmp_path / "out", packing=True))
     assert not (tmp_path / "out").exists()
@@ -254,7 +254,7 @@ def test_every_turn_of_the_assistant_is_learned_and_nothing_else(folder, templat
 def test_a_template_whose_turns_cannot_be_told_apart_is_refused(folder):
     tokenizer = AutoTokenizer.from_pretrained(folder / "base")
     tokenizer.chat_template = "{% for m in messages %}[{{ messages | length }}{{ m.role }}]{{ m.content }}{% endfor %}"
-    with pytest.raises(ValueError, match=r"message 1 of a chat .* put \{% generation %\} and \{% endgeneration %\}"):
+    with pytest.raises(ValueError, match=r"message 1 of a chat, .* put \{% generation %\} and \{% endgeneration %\}"):
         tokenize_chat({"messages": CHAT}, tokenizer)
 
 
@@ -328,10 +328,10 @@ def test_show_batch(folder, tmp_path, monkeypatch, capsys, run_attnres, packing)
         ([{"messages": [{"from": "human", "value": "a"}]}] * 60, "which is not a list of `role` and `content`"),
         ([{"messages": []}] * 60, "has 0 documents with something to learn"),
         ([{"messages": CHAT[:1]}] * 60, "has 0 documents with something to learn"),
-        ([{"messages": [{"role": "user", "content": None}, CHAT[1]]}] * 60, "cannot be put through the chat template"),
+        ([{"messages": [{"role": "user", "content": None}, CHAT[1]]}] * 60, "The chat template fails on a chat"),
         ([{"prompt": "a", "completion": None}] * 60, "A row of the data has nothing in `completion`"),
         ([{"prompt": CHAT[:1], "completion": CHAT[1:2]}] * 60, "which is not text, in `prompt`"),
-        ([{"prompt": "a", "answer": "b"}] * 60, "The data has the columns prompt, answer: it takes `text`"),
+        ([{"prompt": "a", "answer": "b"}] * 60, "The data has the columns prompt, answer. It needs `text`"),
         (
             [{"prompt": "a b c " * 40, "completion": "d"}] * 60,
             "`dataset` has nothing to learn within `max_length: 32`",
@@ -359,7 +359,7 @@ def test_empty_rows_are_counted(folder, tmp_path, capsys):
     lines = [{"text": f"{i} and {i} is {2 * i}."} for i in range(100)]
     write_jsonl(tmp_path / "data.jsonl", [{"text": ""}, {"text": " "}, *lines])
     finetune(fields(folder, tmp_path / "out", dataset=str(tmp_path / "data.jsonl"), max_steps=1))
-    assert f"2 of {len(lines) + 2} rows of {tmp_path}/data.jsonl left out" in capsys.readouterr().out
+    assert f"Skipped 2 of {len(lines) + 2} rows of {tmp_path}/data.jsonl," in capsys.readouterr().out
 
 
 def test_rows_that_are_cut_are_counted(folder, tmp_path, capsys):
@@ -376,5 +376,5 @@ def test_files_have_no_splits(folder, tmp_path, field):
 
 def test_what_is_trained_on_is_not_evaluated_on(folder, tmp_path):
     for changed in ({"eval_split": "train"}, {"eval_dataset": str(folder / "text.jsonl")}):
-        with pytest.raises(ValueError, match="are what is trained on"):
+        with pytest.raises(ValueError, match="name the training data"):
             finetune(fields(folder, tmp_path / "out", **changed))

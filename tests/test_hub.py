@@ -188,10 +188,10 @@ def test_links_out_of_the_folder_are_refused(name, checkpoint, tmp_path):
     else:
         target.write_text("SECRET")
     path.symlink_to(target)
-    with pytest.raises(ValueError, match=rf"`{name}` of .* is a link out of the folder, to .*elsewhere"):
+    with pytest.raises(ValueError, match=rf"`{name}` of .* is a link to .*elsewhere`, outside the folder"):
         plan_push(checkpoint, "tester/x")
     if name in ("merges.txt", "figures/a.png"):  # convert would make a file of it, which push takes
-        with pytest.raises(ValueError, match=rf"`{name}` of .* is a link out of the folder"):
+        with pytest.raises(ValueError, match=rf"`{name}` of .* is a link to .*, outside the folder"):
             convert(checkpoint, tmp_path / "again", block_size=2)
         assert not (tmp_path / "again").exists()
 
@@ -455,7 +455,7 @@ def test_self_contained(hub, checkpoint, tmp_path):
     """Saved with the package, saved without it, in other blocks: the code stays. Its base does not have it."""
     folder = tmp_path / "self-contained"
     printed = attnres(hub, "convert", tmp_path / "base", folder, "--self-contained", "--no-verify")
-    assert "what does not import attnres needs `trust_remote_code`." in printed
+    assert "programs that do not import attnres need `trust_remote_code`." in printed
     python(hub, SAVE_AGAIN, folder, tmp_path / "saved")
     convert(folder, tmp_path / "blocks", full=True, verify=False)
     for name in ("self-contained", "saved", "blocks"):

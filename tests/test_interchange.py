@@ -325,7 +325,7 @@ def test_fla(kind, tmp_path, input_ids):
         # In transformers 5.16 not the config refuses this, but the probe's run of the model
         ({"hidden_size": 60}, r"config.json of .* is not valid|a run of its model without weights failed"),
         ({"num_hidden_layers": "4"}, r"config.json of .* is not valid"),
-        ({"intermediate_size": 80}, "is not a whole attnres checkpoint: tensors are missing or have another shape"),
+        ({"intermediate_size": 80}, "is not a complete attnres checkpoint: tensors are missing or have another shape"),
         ({"model_type": "mamba"}, r"\(a `mamba`\) is neither fla's `transformer` nor"),
     ],
     ids=str,

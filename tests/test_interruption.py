@@ -115,7 +115,11 @@ def test_bench_keeps_what_it_measured(tmp_path):
     wait_until(process, lambda: partial.exists() and json.loads(partial.read_text())["measured"]["time"])
     process.send_signal(signal.SIGINT)
     code, output = end(process)
-    assert code == 130 and "goes on from there" in output and files(tmp_path) == {"out", "out/bench.partial.json"}
+    assert (
+        code == 130
+        and "Run the same command again to continue." in output
+        and files(tmp_path) == {"out", "out/bench.partial.json"}
+    )
     kept = json.loads(partial.read_text())["measured"]
     assert {record["case"] for record in kept["time"]} >= {"prefill-16"}
 

@@ -328,7 +328,7 @@ def test_processor_and_pipeline(tmp_path):
         path.write_text(json.dumps(content))
 
     report = convert(tmp_path / "base", tmp_path / "attnres")
-    assert any(note.startswith("processor saved anew as `LlavaProcessor`") for note in report.notes)
+    assert any(note.startswith("processor saved again as `LlavaProcessor`") for note in report.notes)
     assert type(AutoProcessor.from_pretrained(tmp_path / "attnres")) is LlavaProcessor
     image = Image.effect_mandelbrot((20, 16), (-3, -2.5, 2, 2.5), 50).convert("RGB")
     texts = []
@@ -402,7 +402,7 @@ def test_probe_and_convert_say_the_same(model_type, tmp_path):
     of_convert = refusal(convert, folder, tmp_path / "attnres", verify=False)
     # Checkpoints of shieldgemma2 are those of a classifier around the language model
     if reason is None and (not has_weights or model_type == "shieldgemma2"):
-        assert "is not a whole" in of_convert
+        assert "is not a complete" in of_convert
     else:
         assert of_convert == reason
 
@@ -466,7 +466,7 @@ DAMAGED_BASES = {
     "other language model": (("text_config", "model_type", "gpt2"), "is not|tensors are missing"),
     "other class": (("architectures", ["LlamaForCausalLM"]), "must be one of Gemma3ForConditionalGeneration"),
     "dtype": (("dtype", 3), "dtype"),
-    "no embedding": ("embed_tokens.weight", "is not a whole gemma3 checkpoint: 2 tensors are missing"),
+    "no embedding": ("embed_tokens.weight", "is not a complete gemma3 checkpoint: 2 tensors are missing"),
     "no vision norm": ("vision_tower.post_layernorm.weight", "tensors are missing"),
 }
 DAMAGED_CONVERSIONS = {
@@ -523,7 +523,7 @@ def test_what_is_done_with_models(tmp_path, run_attnres, capsys):
         f"model: {tmp_path}/attnres\ndataset: {tmp_path}/run.yaml\noutput_dir: {tmp_path}/out\n"
     )
     for arguments, message in {
-        ("finetune", str(tmp_path / "run.yaml")): "a multimodal model, and its data is more than text",
+        ("finetune", str(tmp_path / "run.yaml")): "a multimodal model, whose data is more than text",
         ("inspect", str(tmp_path / "attnres"), "-o", str(tmp_path / "out")): "is a multimodal model",
         ("export", "--to", "kimi", str(tmp_path / "attnres"), str(tmp_path / "out")): "is a multimodal checkpoint",
         ("convert", "--self-contained", str(tmp_path / "base"), str(tmp_path / "out")): "cannot be self-contained",

@@ -105,7 +105,7 @@ DRAFTS = {
     "EAGLE 3": (
         ["LlamaForCausalLMEagle3"],
         lambda tensors: {**tensors, "fc.weight": torch.zeros(32, 96), "d2t": torch.zeros(32, dtype=torch.long)},
-        "it has tensors that are no LlamaForCausalLM's, among them `d2t`",
+        "it has tensors that LlamaForCausalLM has not, among them `d2t`",
     ),
     "DFlash": (
         ["DFlashDraftModel"],
@@ -120,7 +120,7 @@ DRAFTS = {
     "whole trunk": (
         ["SomeDraftModel"],
         lambda tensors: without_prefix({name: tensors[name] for name in tensors if name != "lm_head.weight"}),
-        "`architectures=.'SomeDraftModel'.` is no class of this type, and its tensors are no LlamaForCausalLM's",
+        "`architectures=.'SomeDraftModel'.` is not a class of this type, and its tensors are not those of Llama",
     ),
 }
 
@@ -180,7 +180,7 @@ def test_a_config_that_was_changed_is_not_replaced_by_the_old_one(tmp_path):
         assert not (tmp_path / "once more").exists()
     (tmp_path / "attnres/config.base.json").unlink()
     (tmp_path / "attnres/config.base.json").symlink_to(tmp_path / "base/config.json")
-    with pytest.raises(ValueError, match="`config.base.json` of .* is a link out of the folder"):
+    with pytest.raises(ValueError, match="`config.base.json` of .* is a link to .*, outside the folder"):
         revert(tmp_path / "attnres", tmp_path / "once more")
 
 
@@ -236,7 +236,7 @@ def test_an_adapter_beside_whole_weights(six_layers):
         AutoModelForCausalLM.from_pretrained(six_layers / "base"), LoraConfig(target_modules=["q_proj"])
     )
     model.save_pretrained(six_layers / "base")
-    with pytest.raises(ValueError, match="holds an adapter beside whole weights, .* Remove `adapter_config.json` if"):
+    with pytest.raises(ValueError, match="holds both an adapter and full weights, .* Remove `adapter_config.json` if"):
         convert(six_layers / "base", six_layers / "out")
     assert not (six_layers / "out").exists()
 

@@ -16,7 +16,7 @@ from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from attnres.data.text import read_sample, train_tokenizer, windows
 from attnres.training import AttnResTrainer, AttnResTrainingArguments, finetune
 from attnres.training import trainer as trainer_module
-from attnres.training.learning_rate import best_rate, measure_losses
+from attnres.training.learning_rate import best_rate, measure_losses, measure_rate, plan_effort, rates_for
 from attnres.training.loss_guard import LossGuard
 
 
@@ -130,7 +130,7 @@ def test_a_resumed_run_keeps_its_rate(folder, tmp_path, monkeypatch):
     expected = weights(whole.folder)
     for name in ("final", "checkpoint-4", "checkpoint-6"):
         shutil.rmtree(tmp_path / "out" / name)
-    monkeypatch.setattr(trainer_module, "measure_losses", None)
+    monkeypatch.setattr(trainer_module, "measure_rate", None)
     resumed = finetune(config)
     assert resumed.query_learning_rate == whole.query_learning_rate and len(measured(resumed.history)) == 1
     assert_equal(weights(resumed.folder), expected)
@@ -169,15 +169,44 @@ def test_measuring_leaves_everything_as_it_was(folder, tmp_path):
     trainer.model.eval()
     trainer.model.model.layers[0].train()
     state = torch.get_rng_state()
-    first = measure_losses(trainer)
+    effort = plan_effort(10_000, 2, rates_for(32))
+    first = measure_losses(trainer, effort)
     assert_equal(before, trainer.model.state_dict())
     assert torch.equal(torch.get_rng_state(), state)
     assert all(parameter.grad is None for parameter in trainer.model.parameters())
     modes = [module.training for module in trainer.model.model.layers]
     assert modes[0] and not any(modes[1:])
     torch.rand(3)
-    second = measure_losses(trainer)
+    second = measure_losses(trainer, effort)
     assert first.keys() == second.keys() and all(torch.equal(first[rate], second[rate]) for rate in first)
+
+
+def test_measuring_takes_a_tenth_of_a_run_at_most():
+    """In forward passes of a row, of which a training step takes three. Where that is too little, there is none."""
+    for width in (32, 576, 4096):
+        rates = rates_for(width)
+        efforts = {rows: plan_effort(rows, 8, rates) for rows in range(0, 2000, 7)}
+        assert all(effort is None or effort.cost <= 0.1 * 3 * rows for rows, effort in efforts.items())
+        assert efforts[70] is None and efforts[1995].rates == rates
+        assert efforts[1995].gradient_rows == efforts[1995].loss_rows == 16 and not efforts[1995].cut_short
+        short = efforts[287]
+        assert short.cut_short and 4 <= short.loss_rows < 16 and set(short.rates) < set(rates)
+    assert plan_effort(100_000, 500, rates).gradient_rows == 64
+
+
+def test_short_runs_say_how_the_rate_was_found(folder, tmp_path, capsys):
+    trainer = make_trainer(folder, tmp_path, rows_of(40), query_learning_rate="auto")
+    for steps, words in {6: "too short to measure one", 100: "(cut short to ", 500: "measured in "}.items():
+        found = measure_rate(trainer, steps)
+        assert words in found.in_words() and found.rate > 0 and ("cut short" in found.in_words()) == (steps == 100)
+    capsys.readouterr()
+    trainer.train()  # three steps
+    lowest = rates_for(32)[0]
+    assert capsys.readouterr().out.splitlines()[0] == (
+        f"Learning rate of the depth queries: {lowest:g}, the lowest of those to try, as the run is too short to"
+        " measure one. `query_learning_rate` sets another."
+    )
+    assert trainer.query_learning_rate == lowest
 
 
 def test_luck_does_not_raise_the_rate():
@@ -217,7 +246,7 @@ def test_a_ruinous_rate_is_told(folder, tmp_path, run_attnres, capsys, caplog, m
     assert run_attnres("finetune", tmp_path / "run.yaml") == 0
     printed = " ".join(capsys.readouterr().out.split())
     assert "Peak learning rate of the depth queries: 1 " in printed
-    assert "Note: The model is worse than it was at the start" in printed
+    assert "Note: The model is worse than at the start" in printed
     warned = [record.getMessage() for record in caplog.records if "has risen" in record.getMessage()]
     assert len(warned) == 1 and "(step 3)" in warned[0]
     for text in (printed, warned[0]):

@@ -24,8 +24,10 @@ PAGES = {
 }
 # A block of code, and of what it prints, which stands directly below it
 EXAMPLE = re.compile(r"```python\n(.*?)```(?:\n\n```\n(.*?)```)?", flags=re.DOTALL)
-# What the pages leave out, and say so: the log of the Trainer, and progress bars
-LEFT_OUT = re.compile(r"^(\{'.*\}|.*━.*)\n", flags=re.MULTILINE)
+# What the pages leave out, and say so: the log of a run or of transformers' Trainer, and progress bars
+LEFT_OUT = re.compile(
+    r"^(step +\d+/\d+ .*|Learning rate of the depth queries: .*|\{'.*\}|.*━.*)\n", flags=re.MULTILINE
+)
 # The pages whose examples take seconds
 FAST = ("docs/how_to/convert.md", "docs/how_to/generate.md")
 FRACTION = re.compile(r"\b\d+\.\d+\b")

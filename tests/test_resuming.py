@@ -114,7 +114,7 @@ def test_a_damaged_checkpoint_is_passed_over(damage, run, capsys):
     finetune(fields(run))
     assert weights(run / "out") == weights(run / "whole")
     said = capsys.readouterr().out
-    assert "checkpoint-4 is not whole: " in said and "The run goes on from checkpoint-2." in said
+    assert "checkpoint-4 is damaged: " in said and "The run continues from checkpoint-2." in said
     assert (run / "out/damaged-checkpoint-4").is_dir() and steps(run / "out") == [2, 4, 6]
 
 
@@ -124,13 +124,13 @@ def test_no_whole_checkpoint(run, capsys):
         flip(run / f"out/checkpoint-{step}/optimizer.pt")
     finetune(fields(run))
     assert weights(run / "out") == weights(run / "whole")
-    assert capsys.readouterr().out.count("The run begins again.") == 2
+    assert capsys.readouterr().out.count("The run starts over.") == 2
 
 
 @pytest.mark.slow
 def test_an_unharmed_run_goes_on(run, capsys):
     finetune(fields(run))
-    assert weights(run / "out") == weights(run / "whole") and "is not whole" not in capsys.readouterr().out
+    assert weights(run / "out") == weights(run / "whole") and "is damaged" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("other", ["rows", "base"])
@@ -234,7 +234,7 @@ def test_no_room_for_a_checkpoint(mode, limit, made, tmp_path):
     config = fields(made, output_dir=str(tmp_path / "out"), mode=mode)
     process = start(tmp_path, "finetune", config, limit)
     (error,) = errors_of(process)
-    assert process.returncode == 1 and "cannot be written: " in error and "it goes on from its last whole" in error
+    assert process.returncode == 1 and "cannot be written: " in error and "it resumes from its last complete" in error
     assert {path.name for path in (tmp_path / "out").iterdir()} <= {"finetune.yaml", ".lock"}
     finetune(config)
     assert weights(tmp_path / "out") == weights(tmp_path / "whole")

@@ -1,5 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The fields of a run: those of fine-tuning, those of pretraining, and `TrainingArguments` with what queries need."""
+"""The fields of a run: those of fine-tuning, those of pretraining, and `TrainingArguments` with what queries need.
+
+The help of each field is in its metadata, as in transformers. `attnres finetune --fields` shows it, and the reference.
+"""
 
 from dataclasses import dataclass, field
 
@@ -15,19 +18,18 @@ class AttnResTrainingArguments(TrainingArguments):
     query_learning_rate: float | str | None = field(
         default=AUTO,
         metadata={
-            "help": "Peak learning rate of queries and key norms; `auto` measures it before the first step, null takes"
-            " `learning_rate`."
+            "help": "Peak learning rate of the depth queries and their key norms. `auto` measures it before the first"
+            " step, and null takes `learning_rate`."
         },
     )
     query_weight_decay: float = field(
-        default=0.0, metadata={"help": "Weight decay of the queries; it pulls them back to a PreNorm model."}
+        default=0.0,
+        metadata={"help": "Weight decay of the depth queries. It pulls the model back to a PreNorm one."},
     )
 
     muon_learning_rate: float | None = field(
         default=None,
-        metadata={
-            "help": "Peak learning rate of the weight matrices of the layers, which Muon then trains, and not `optim`."
-        },
+        metadata={"help": "Peak learning rate of Muon, which then trains the weight matrices of the layers."},
     )
 
     def __post_init__(self):
@@ -37,94 +39,148 @@ class AttnResTrainingArguments(TrainingArguments):
 
 @dataclass
 class FinetuneArguments:
-    """Model, data and mode of a fine-tuning run.
+    """Model, data and mode of a fine-tuning run."""
 
-    Attributes:
-        model: folder or Hub id of an AttnRes checkpoint; a PreNorm one for comparison, but not with `mode: queries`.
-        revision: branch, tag or commit of a Hub id.
-        dataset: id of a data set on the Hub, a file (JSONL, JSON, Parquet, text) or a folder of such files.
-        dataset_config: name of a configuration of a data set on the Hub.
-        split, eval_split: of the data set on the Hub. Without an `eval_split` or `eval_dataset`, every so many
-            documents are held out: `eval_fraction`.
-        eval_dataset: data to evaluate on, where it lies elsewhere.
-        text_column: where the text is, if not in `text`, `messages` or `prompt` and `completion`.
-        mode: `queries` (depth queries and key norms alone), `lora` (LoRA and the queries in full) or `full`.
-        max_length: tokens of a row.
-        packing: put documents beside each other in rows of `max_length`, kept apart by their positions. By default
-            wherever the model keeps them apart.
-        dtype: of the weights; by default float32 with `mode: full` and that of the checkpoint otherwise.
-        load_in_4bit: quantise the linear layers as in QLoRA (NF4, needs bitsandbytes); the queries stay in fp32.
-        lora_rank, lora_alpha, lora_dropout, lora_target_modules: as in PEFT's `LoraConfig`.
-        early_stopping_patience: evaluations without a better loss after which to stop; the best model is kept.
-        fsdp_size: number of processes to shard the model over when it is loaded (torchrun; needs `mode: full`).
-    """
-
-    model: str
-    dataset: str
-    output_dir: str
-    revision: str | None = None
-    dataset_config: str | None = None
-    split: str = "train"
-    eval_split: str | None = None
-    eval_dataset: str | None = None
-    eval_fraction: float = 0.05
-    text_column: str | None = None
-    mode: str = "lora"
-    max_length: int = 1024
-    packing: bool | None = None
-    dtype: str | None = None
-    load_in_4bit: bool = False
-    lora_rank: int = 16
-    lora_alpha: int = 32
-    lora_dropout: float = 0.0
-    lora_target_modules: str | list[str] = field(default="all-linear")
-    early_stopping_patience: int | None = None
-    fsdp_size: int | None = None
+    model: str = field(
+        metadata={
+            "help": "Folder or Hub id of the checkpoint to train. A PreNorm checkpoint works too, except with"
+            " `mode: queries`."
+        }
+    )
+    dataset: str = field(
+        metadata={"help": "Data to train on: a file (JSONL, Parquet, text), a folder of such files, or a Hub id."}
+    )
+    output_dir: str = field(metadata={"help": "Folder for everything that the run writes. The model goes to `final`."})
+    mode: str = field(
+        default="lora",
+        metadata={
+            "help": "What to train: `queries` (the depth queries and their key norms), `lora` (the queries and LoRA)"
+            " or `full` (everything)."
+        },
+    )
+    max_length: int = field(default=1024, metadata={"help": "Number of tokens in a row."})
+    packing: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to put several documents into a row and keep them apart by their positions. By default"
+            " this is done if the model keeps them apart."
+        },
+    )
+    text_column: str | None = field(
+        default=None,
+        metadata={"help": "Column with the text, if it is not `text`, `messages`, or `prompt` and `completion`."},
+    )
+    eval_fraction: float = field(
+        default=0.05,
+        metadata={"help": "Fraction of the documents to hold out, if there is no `eval_dataset` and no `eval_split`."},
+    )
+    eval_dataset: str | None = field(
+        default=None, metadata={"help": "Data to evaluate on: a file, a folder or a Hub id."}
+    )
+    eval_split: str | None = field(default=None, metadata={"help": "Split of the Hub data set to evaluate on."})
+    split: str = field(default="train", metadata={"help": "Split of the Hub data set to train on."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the Hub data set."})
+    revision: str | None = field(
+        default=None, metadata={"help": "Branch, tag or commit of the model's Hub repository."}
+    )
+    dtype: str | None = field(
+        default=None,
+        metadata={
+            "help": "Type of the weights. The default is float32 with `mode: full`, and otherwise that of the"
+            " checkpoint."
+        },
+    )
+    load_in_4bit: bool = field(
+        default=False,
+        metadata={
+            "help": "Whether to quantise the linear layers to 4 bits as in QLoRA (needs bitsandbytes). The queries"
+            " stay in float32."
+        },
+    )
+    lora_rank: int = field(default=16, metadata={"help": "Rank of the LoRA matrices."})
+    lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA matrices, `lora_alpha` in PEFT."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout in front of the LoRA matrices."})
+    lora_target_modules: str | list[str] = field(
+        default="all-linear", metadata={"help": "Modules that get LoRA matrices, `target_modules` in PEFT."}
+    )
+    early_stopping_patience: int | None = field(
+        default=None,
+        metadata={
+            "help": "Number of evaluations without a lower loss after which the run stops. It then keeps the best"
+            " model."
+        },
+    )
+    fsdp_size: int | None = field(
+        default=None,
+        metadata={"help": "Number of processes to shard the model over as it is loaded (torchrun, `mode: full`)."},
+    )
 
 
 @dataclass
 class PretrainArguments:
-    """Model and data of a pretraining run.
+    """Model and data of a pretraining run."""
 
-    Attributes:
-        dataset: id of a data set on the Hub, a file (JSONL, JSON, Parquet, text) or a folder of such files.
-        output_dir: where everything goes; the model to `final` in it.
-        model: a checkpoint to go on with, a folder or a Hub id. In its place
-        model_config: the fields of a model from scratch, or a folder or Hub id with a `config.json`. Its `model_type`
-            is attnres by default, with a `base_model_type`, and any other is a PreNorm twin.
-        tokenizer: folder or Hub id; by default that of `model`, or of the folder in `model_config`.
-        dataset_config: name of a configuration of a data set on the Hub.
-        split, eval_split: of the data set on the Hub.
-        eval_dataset: what to evaluate on. Without it and `eval_split`, documents from all over the data are held out.
-        eval_documents: how many documents to evaluate on, at most.
-        text_column: where the text is, if not in `text`.
-        streaming: read a data set of the Hub as it is trained on, in its order, without downloading all of it.
-        max_length: tokens of a row.
-        apart: keep documents that lie in one row apart. By default wherever the model can, which is said otherwise.
-        pp_size: stages of a pipeline, in as many processes.
-        tp_size: so many processes share each matrix of a stage. All others are replicas, with FSDP2.
-        schedule: of the pipeline, see `AttnResPipeline`. Its microbatches are the `gradient_accumulation_steps`.
-        stages_per_rank: how many stages a process has.
-    """
-
-    dataset: str
-    output_dir: str
-    model: str | None = None
-    model_config: dict | str | None = None
-    tokenizer: str | None = None
-    dataset_config: str | None = None
-    split: str = "train"
-    eval_split: str | None = None
-    eval_dataset: str | None = None
-    eval_documents: int = 100
-    text_column: str | None = None
-    streaming: bool = False
-    max_length: int = 1024
-    apart: bool | None = None
-    pp_size: int = 1
-    tp_size: int = 1
-    schedule: str = "1F1B"
-    stages_per_rank: int | None = None
+    dataset: str = field(
+        metadata={"help": "Data to train on: a file (JSONL, Parquet, text), a folder of such files, or a Hub id."}
+    )
+    output_dir: str = field(metadata={"help": "Folder for everything that the run writes. The model goes to `final`."})
+    model: str | None = field(
+        default=None,
+        metadata={"help": "Folder or Hub id of a checkpoint to continue with, instead of `model_config`."},
+    )
+    model_config: dict | str | None = field(
+        default=None,
+        metadata={
+            "help": "Fields of a new model, or a folder or Hub id with a `config.json`. Without a `model_type` it is"
+            " an AttnRes model of the `base_model_type`, and with another one a PreNorm model."
+        },
+    )
+    tokenizer: str | None = field(
+        default=None,
+        metadata={
+            "help": "Folder or Hub id of the tokenizer. The default is that of `model`, or of the folder in"
+            " `model_config`. `attnres tokenizer` makes a new one."
+        },
+    )
+    max_length: int = field(default=1024, metadata={"help": "Number of tokens in a row."})
+    text_column: str | None = field(default=None, metadata={"help": "Column with the text, if it is not `text`."})
+    eval_documents: int = field(default=100, metadata={"help": "Number of documents to evaluate on, at most."})
+    eval_dataset: str | None = field(
+        default=None,
+        metadata={
+            "help": "Data to evaluate on. Without it and `eval_split`, documents from all over the data are held out."
+        },
+    )
+    eval_split: str | None = field(default=None, metadata={"help": "Split of the Hub data set to evaluate on."})
+    split: str = field(default="train", metadata={"help": "Split of the Hub data set to train on."})
+    dataset_config: str | None = field(default=None, metadata={"help": "Configuration of the Hub data set."})
+    streaming: bool = field(
+        default=False,
+        metadata={"help": "Whether to read a Hub data set during training, in its order, without downloading it all."},
+    )
+    apart: bool | None = field(
+        default=None,
+        metadata={
+            "help": "Whether to keep the documents of a row apart. By default this is done if the model can, and the"
+            " run reports if it cannot."
+        },
+    )
+    pp_size: int = field(default=1, metadata={"help": "Number of processes that the layers are spread over."})
+    tp_size: int = field(
+        default=1,
+        metadata={
+            "help": "Number of processes that share each matrix of a stage. All other processes are replicas, with"
+            " FSDP2."
+        },
+    )
+    schedule: str = field(
+        default="1F1B",
+        metadata={
+            "help": "Schedule of the pipeline, see `AttnResPipeline`. Its microbatches are the"
+            " `gradient_accumulation_steps`."
+        },
+    )
+    stages_per_rank: int | None = field(default=None, metadata={"help": "Number of pipeline stages in each process."})
 
     @property
     def over_stages(self) -> bool:

@@ -83,7 +83,7 @@ def damage_of(folder: Path) -> str | None:
     # At the end of a run the best model is loaded from there
     best = None if best is None else folder.parent / Path(best).name
     if best is not None and best.name != folder.name and (damage := damage_of(best)) is not None:
-        return f"{best.name}, the best model so far, is not whole: {damage}"
+        return f"{best.name}, the best model so far, is damaged: {damage}"
     return None
 
 
@@ -114,8 +114,8 @@ def last_whole_checkpoint(output: Path, num_processes: int, verify: bool = True)
             return str(path)
     if others - {0}:
         raise ValueError(
-            f"`output_dir: {output}` has checkpoints of another number of processes ({max(others)}) than there are"
-            f" ({num_processes}): start the run with {max(others)}, or delete its checkpoints to begin again."
+            f"`output_dir: {output}` has checkpoints of {max(others)} processes, and this run has"
+            f" {num_processes}: start {max(others)} processes, or delete the checkpoints to start over."
         )
     return None
 
@@ -130,7 +130,7 @@ def pass_over(output: Path, checkpoint: str | None):
 
     What was whole once is renamed, so that the run does not write over it.
     """
-    goes_on = "begins again" if checkpoint is None else f"goes on from {Path(checkpoint).name}"
+    goes_on = "starts over" if checkpoint is None else f"continues from {Path(checkpoint).name}"
     for path in numbered_checkpoints(output):
         if path.name == Path(checkpoint or "").name:
             break
@@ -141,7 +141,7 @@ def pass_over(output: Path, checkpoint: str | None):
             shutil.rmtree(renamed, ignore_errors=True)
             path.rename(renamed)
             kept = f" It is kept as `{renamed.name}`."
-        print(f"{path.name} is not whole: {reason}. The run {goes_on}.{kept}")
+        print(f"{path.name} is damaged: {reason}. The run {goes_on}.{kept}")
 
 
 def check_same_run(output: Path, checkpoint: str | None, run: dict[str, str | None]):

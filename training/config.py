@@ -26,6 +26,16 @@ from .arguments import AttnResTrainingArguments, FinetuneArguments
 
 Arguments = TypeVar("Arguments")
 MODES = ("queries", "lora", "full")
+# In place of transformers' defaults, in every run and in fine-tuning
+DEFAULTS: dict[str, Any] = {
+    "eval_strategy": "steps",
+    "eval_on_start": True,
+    "disable_tqdm": False,  # theirs depends on the level of messages
+}
+FINETUNE_DEFAULTS = {
+    **DEFAULTS,
+    "restore_callback_states_from_checkpoint": True,  # so that early stopping continues to count
+}
 # What a value of a field is called, by its type
 KIND_NAMES: dict[type, str] = {
     **{bool: "true or false", int: "a whole number", float: "a number", str: "text", list: "a list"},
@@ -136,7 +146,7 @@ def _check_range(name: str, value: Any):
     if name in BELOW_ONE and not 0 <= value < 1:
         raise ValueError(f"`{name}: {value}` is not between 0 and 1.")
     if name in WHOLE_FROM_ONE and value > 1 and value != int(value):
-        raise ValueError(f"`{name}: {value}` is neither a whole number nor below 1, a part of the run.")
+        raise ValueError(f"`{name}: {value}` must be a whole number, or below 1 as a fraction of the run.")
     if name == "max_steps" and (value == 0 or value < -1):
         raise ValueError(f"`max_steps: {value}` is not above 0; -1 trains for `num_train_epochs`.")
 
@@ -144,11 +154,9 @@ def _check_range(name: str, value: Any):
 def split_config(config: dict[str, Any]) -> tuple[FinetuneArguments, AttnResTrainingArguments]:
     """Both halves of a configuration; `output_dir` is in both."""
     ours = of_fields(FinetuneArguments, config)
-    defaults = {"eval_strategy": "steps", "eval_on_start": True}
-    # Early stopping goes on counting where it was
-    defaults |= {"restore_callback_states_from_checkpoint": True}
+    defaults = FINETUNE_DEFAULTS
     if ours.early_stopping_patience is not None:
-        defaults |= {"load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
+        defaults = {**defaults, "load_best_model_at_end": True, "metric_for_best_model": "eval_loss"}
     return ours, training_arguments(config, FinetuneArguments, defaults)
 
 
@@ -176,13 +184,13 @@ def check_run(arguments: FinetuneArguments, training: AttnResTrainingArguments, 
     """Raise a `ValueError` for what contradicts itself or the model, before data or weights are read."""
     if "text_config" in type(model_config).sub_configs:
         raise ValueError(
-            f"`{arguments.model}` is a {model_config.model_type}, a multimodal model, and its data is more than text:"
-            " train it with transformers' `Trainer` or TRL, which take it as they take its base."
+            f"`{arguments.model}` is a {model_config.model_type}, a multimodal model, whose data is more than text:"
+            " train it with transformers' `Trainer` or TRL, like its base."
         )
     if arguments.mode == "queries" and model_config.model_type != "attnres":
         raise ValueError(
             f"`mode: queries` needs an AttnRes checkpoint and `{arguments.model}` is a {model_config.model_type}:"
-            f" make one of it with `attnres convert`."
+            f" convert it with `attnres convert`."
         )
     check_length(arguments.max_length, model_config)
     if not 0 < arguments.eval_fraction <= 0.5:
@@ -216,12 +224,12 @@ def check_evaluation(arguments: FinetuneArguments, training: AttnResTrainingArgu
     evaluated = arguments.eval_dataset or (arguments.dataset if arguments.eval_split else None)
     if evaluated == arguments.dataset and (arguments.eval_split or "train") == arguments.split:
         raise ValueError(
-            f"`eval_dataset` and `eval_split` are what is trained on, `{arguments.split}` of `{evaluated}`."
-            " Leave them out, and a part is held out."
+            f"`eval_dataset` and `eval_split` name the training data, `{arguments.split}` of `{evaluated}`."
+            " Leave them out to hold out some documents."
         )
     metric = training.metric_for_best_model
     if metric not in (None, "loss", "eval_loss"):
-        raise ValueError(f"`metric_for_best_model: {metric}` is not measured: it is eval_loss.")
+        raise ValueError(f"`metric_for_best_model: {metric}` is not measured: use eval_loss.")
     if metric is not None and training.greater_is_better:
         raise ValueError("`greater_is_better: true` would keep the model with the largest loss.")
 
@@ -243,7 +251,7 @@ def check_schedule(training: AttnResTrainingArguments):
     if decay > left and "num_stable_steps" not in kwargs:
         raise ValueError(
             f"`num_decay_steps: {decay}` of `lr_scheduler_kwargs` is more than the {left} steps that `max_steps:"
-            f" {training.max_steps}` leaves after the warm-up, and the rate would drop there: lower it."
+            f" {training.max_steps}` leaves after the warm-up: lower it."
         )
 
 

@@ -243,7 +243,7 @@ def read_documents(
         documents = tokenize(rows, tokenizer, arguments.text_column)
         if verbose and len(documents) < len(rows):
             left_out = len(rows) - len(documents)
-            print(f"{left_out} of {len(rows)} rows of {source} left out: nothing to learn in them.")
+            print(f"Skipped {left_out} of {len(rows)} rows of {source}, which have nothing to learn.")
         return Documents(field, documents, kind_of_rows(rows.column_names, arguments.text_column))
 
     train = read("dataset", arguments.dataset, arguments.dataset_config, arguments.split)

@@ -10,8 +10,10 @@ that line. The rate at which it is lowest is the peak rate of the training.
 
 import math
 import random
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +22,7 @@ import torch
 from accelerate.utils import broadcast
 
 from ..base.library_lookups import is_depth_query
+from .progress import bar, duration
 
 
 if TYPE_CHECKING:
@@ -35,6 +38,11 @@ LARGEST_RISE = 0.02
 # The gradient is taken of the rows of one step, but of so many at least and at most; the rates are tried on others
 FEWEST_GRADIENT_ROWS, MOST_GRADIENT_ROWS = 16, 64
 LOSS_ROWS = 16
+# Measuring may take this share of the compute of a run, counted in forward passes of a row. A training step is three
+LARGEST_SHARE = 0.1
+STEP_COST = 3
+# A shorter measurement tries every second rate on fewer rows, and with still fewer than this there is none
+FEWEST_ROWS = 4
 
 
 def check_query_rate(value: float | str | None) -> float | str | None:
@@ -61,14 +69,97 @@ def check_optimizer(trainer: "Trainer"):
     if not any(kind in optimizer for kind in ("adam", "ademamix", "lion")) or "layerwise" in optimizer:
         reason = f"`optim: {optimizer}` takes other steps than Adam"
     elif trainer.is_deepspeed_enabled:
-        reason = "DeepSpeed has taken the queries apart"
+        reason = "DeepSpeed shards the queries"
     elif trainer.is_fsdp_enabled and trainer.accelerator.state.fsdp_plugin.fsdp_version == 1:
-        reason = "FSDP has taken the queries apart (FSDP2 leaves them whole)"
+        reason = "FSDP shards the queries (FSDP2 keeps them whole)"
     if reason is not None:
         raise ValueError(f"`query_learning_rate: {AUTO}` cannot be measured: {reason}. Give a number.")
 
 
-def measure_losses(trainer: "Trainer") -> dict[float, torch.Tensor]:
+@dataclass(frozen=True)
+class Effort:
+    """What a measurement may compute: rows for the gradient, others for the losses, and the rates to try."""
+
+    gradient_rows: int
+    loss_rows: int
+    rates: list[float]
+    cut_short: bool = False
+
+    @property
+    def cost(self) -> int:
+        """In forward passes of a row."""
+        return STEP_COST * self.gradient_rows + (1 + len(self.rates)) * self.loss_rows
+
+
+def plan_effort(run_rows: int, step_rows: int, rates: list[float]) -> Effort | None:
+    """The whole measurement if it takes at most a tenth of the run, or else one cut down to that; `None` if too short.
+
+    Args:
+        run_rows: rows that a process trains on in the whole run.
+        step_rows: rows of a step, in all processes.
+    """
+    whole = Effort(min(max(FEWEST_GRADIENT_ROWS, step_rows), MOST_GRADIENT_ROWS), LOSS_ROWS, rates)
+    budget = LARGEST_SHARE * STEP_COST * run_rows
+    if whole.cost <= budget:
+        return whole
+    rates = rates[::2]
+    rows = min(LOSS_ROWS, int(budget / (STEP_COST + 1 + len(rates))))
+    return Effort(rows, rows, rates, cut_short=True) if rows >= FEWEST_ROWS else None
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """A learning rate of the depth queries, and how it was found.
+
+    Attributes:
+        losses: by rate the mean loss, from rate 0; empty if the run is too short to measure.
+        rows: how many rows of the training data were taken for them, at most.
+    """
+
+    rate: float
+    losses: dict[float, float]
+    rows: int
+    seconds: float
+    cut_short: bool
+
+    def to_log(self) -> dict[str, float]:
+        losses = {f"query_rate_loss/{rate:g}": loss for rate, loss in self.losses.items()}
+        return {"query_learning_rate": self.rate, **losses}
+
+    def in_words(self) -> str:
+        line = f"Learning rate of the depth queries: {self.rate:g}"
+        if not self.losses:
+            return (
+                f"{line}, the lowest of those to try, as the run is too short to measure one."
+                " `query_learning_rate` sets another."
+            )
+        line += f", measured in {duration(self.seconds)}"
+        if self.cut_short:
+            line += f" (cut short to {self.rows} rows: it may take a tenth of the run)"
+        return line
+
+
+def measure_rate(trainer: "Trainer", num_steps: int) -> Measurement:
+    """The rate of the depth queries, for a trainer that is about to take so many steps."""
+    begun, args = time.perf_counter(), trainer.args
+    width = next(
+        p.shape[-1] for name, p in trainer.model.named_parameters() if is_depth_query(name) and p.requires_grad
+    )
+    rates = rates_for(width)
+    rows = (trainer.state.train_batch_size or args.train_batch_size) * args.gradient_accumulation_steps
+    effort = plan_effort(num_steps * rows, rows * args.world_size, rates)
+    if effort is None:
+        return Measurement(rates[0], {}, 0, 0.0, cut_short=True)
+    losses = measure_losses(trainer, effort)
+    means = {rate: loss.mean().item() for rate, loss in losses.items()}
+    return Measurement(best_rate(losses), means, effort.loss_rows, time.perf_counter() - begun, effort.cut_short)
+
+
+def rates_for(width: int) -> list[float]:
+    return [rate for rate in RATES if SMALLEST_MOVE <= rate * width <= LARGEST_MOVE]
+
+
+def measure_losses(trainer: "Trainer", effort: Effort) -> dict[float, torch.Tensor]:
     """Losses of some batches by rate along Adam's first step of the depth queries, from rate 0 up to one that harms.
 
     Weights, gradients, random numbers and the order of the data are left as they were. The same rows are taken in
@@ -81,12 +172,16 @@ def measure_losses(trainer: "Trainer") -> dict[float, torch.Tensor]:
     queries = [p for name, p in model.named_parameters() if is_depth_query(name) and p.requires_grad]
     modes = [(module, module.training) for module in model.modules()]
     with unchanged_random_state(trainer.args.seed):
-        gradient_batches, loss_batches = draw_batches(trainer)
+        gradient_batches, loss_batches = draw_batches(trainer, effort)
+        passes = len(gradient_batches) + (1 + len(effort.rates)) * len(loss_batches)
+        hidden = trainer.args.disable_tqdm or not trainer.is_world_process_zero()
+        progress = bar("Measuring the learning rate of the depth queries", passes, hidden, leave=False)
         before = [query.detach().clone() for query in queries]
         model.zero_grad()
         model.train()  # as in training, or gradient checkpointing is off
         for batch in gradient_batches:
             loss_of(trainer, batch).backward()
+            progress.update()
         directions = [torch.zeros_like(query) if query.grad is None else query.grad.sign() for query in queries]
         model.zero_grad()
         model.eval()
@@ -95,12 +190,16 @@ def measure_losses(trainer: "Trainer") -> dict[float, torch.Tensor]:
         def losses_at(rate: float) -> torch.Tensor:
             for query, start, direction in zip(queries, before, directions):
                 query.copy_(start - rate * direction)
-            losses = torch.stack([loss_of(trainer, batch).detach().float() for batch in loss_batches])
-            return broadcast(losses).double().cpu()  # the same for all processes, as they go on together
+            losses = []
+            for batch in loss_batches:
+                losses.append(loss_of(trainer, batch).detach().float())
+                progress.update()
+            return broadcast(torch.stack(losses)).double().cpu()  # the same for all processes, as they go on together
 
         try:
-            return losses_along_direction(losses_at, queries[0].shape[-1])
+            return losses_along_direction(losses_at, effort.rates)
         finally:
+            progress.close()
             with torch.no_grad():
                 for query, start in zip(queries, before):
                     query.copy_(start)
@@ -108,13 +207,14 @@ def measure_losses(trainer: "Trainer") -> dict[float, torch.Tensor]:
                 module.training = training
 
 
-def losses_along_direction(losses_at: Callable[[float], torch.Tensor], width: int) -> dict[float, torch.Tensor]:
+def losses_along_direction(
+    losses_at: Callable[[float], torch.Tensor], rates: list[float]
+) -> dict[float, torch.Tensor]:
     losses = {0.0: losses_at(0.0)}
-    for rate in RATES:
-        if SMALLEST_MOVE <= rate * width <= LARGEST_MOVE:
-            losses[rate] = losses_at(rate)
-            if not losses[rate].mean() <= losses[0.0].mean() * (1 + LARGEST_RISE):  # or it is not a number
-                break
+    for rate in rates:
+        losses[rate] = losses_at(rate)
+        if not losses[rate].mean() <= losses[0.0].mean() * (1 + LARGEST_RISE):  # or it is not a number
+            break
     return losses
 
 
@@ -135,21 +235,20 @@ def loss_of(trainer: "Trainer", batch: dict[str, Any]) -> torch.Tensor:
         return trainer.compute_loss(trainer.model, trainer._prepare_inputs(dict(batch))).mean()
 
 
-def draw_batches(trainer: "Trainer") -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
+def draw_batches(trainer: "Trainer", effort: Effort) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Batches to take the gradient of, and others, the same ones in every process and every time."""
     args = trainer.args
     loader = trainer.get_train_dataloader()  # for its data and collator; iterated over it would draw from the sampler
     size = trainer.state.train_batch_size or args.train_batch_size
-    step_rows = size * args.gradient_accumulation_steps * args.world_size
-    gradient_rows = min(max(FEWEST_GRADIENT_ROWS, step_rows), MOST_GRADIENT_ROWS)
-    dataset, count = loader.dataset, gradient_rows + LOSS_ROWS
+    dataset, count = loader.dataset, effort.gradient_rows + effort.loss_rows
     if hasattr(dataset, "__getitem__") and hasattr(dataset, "__len__"):
         order = random.Random(args.seed).sample(range(len(dataset)), min(count, len(dataset)))
         rows = [dataset[index] for index in order]
     else:
         rows = list(islice(dataset, count))
-    others = max(1, min(LOSS_ROWS, len(rows) // 2))
-    parts = (rows[others:] or rows, size), (rows[:others], min(size, 2))
+    others = max(1, min(effort.loss_rows, len(rows) // 2))
+    # Losses of several batches show by how much they differ
+    parts = (rows[others:] or rows, size), (rows[:others], 1 if effort.cut_short else min(size, 2))
     first, second = (
         [loader.collate_fn(part[start : start + size]) for start in range(0, len(part), size)] for part, size in parts
     )

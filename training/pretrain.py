@@ -41,6 +41,7 @@ from ..utils.untrusted import check_folder
 from .arguments import AttnResTrainingArguments, PretrainArguments
 from .checkpoints import model_fingerprint, rows_fingerprint, source_fingerprint
 from .config import (
+    DEFAULTS,
     cannot_pack,
     check_length,
     check_rows_to_evaluate_on,
@@ -71,6 +72,13 @@ from .trainer import AttnResTrainer
 
 RUN_FILE = "pretrain.yaml"
 STREAM_FILE = "stream.json"
+PRETRAIN_DEFAULTS = {
+    **DEFAULTS,
+    "query_learning_rate": None,
+    # The stream keeps the position in the data, and its rows have a column for it
+    "ignore_data_skip": True,
+    "remove_unused_columns": False,
+}
 
 
 def pretrain(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> FinetuneResult:
@@ -118,10 +126,7 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
         ValueError: for fields, data or a model that do not fit.
     """
     arguments = of_fields(PretrainArguments, config)
-    defaults = {"eval_strategy": "steps", "eval_on_start": True, "query_learning_rate": None}
-    # The position in the data is kept by the stream, and its rows have a column of their own
-    defaults |= {"ignore_data_skip": True, "remove_unused_columns": False}
-    training = training_arguments(config, PretrainArguments, defaults)
+    training = training_arguments(config, PretrainArguments, PRETRAIN_DEFAULTS)
     check_fields(arguments, training, config)
     model_config = read_model_config(arguments)
     check_length(arguments.max_length, model_config)
@@ -137,14 +142,15 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
     tokenizer = load_tokenizer(str(arguments.tokenizer or arguments.model or arguments.model_config))
     if len(tokenizer) > model_config.vocab_size:
         raise ValueError(
-            f"The tokenizer has {len(tokenizer)} tokens, and the model a `vocab_size` of {model_config.vocab_size}."
+            f"The tokenizer has {len(tokenizer)} tokens, more than the model's `vocab_size` of"
+            f" {model_config.vocab_size}: raise it, or use another tokenizer."
         )
     reason = cannot_pack(model_config)
     if arguments.apart and reason is not None:
         raise ValueError(f"`apart: true` is not possible here: {reason}. Set `apart: false`.")
     apart = reason is None if arguments.apart is None else arguments.apart
     if not apart and arguments.apart is None and training.process_index == 0:
-        print(f"Documents that lie in one row are not kept apart: {reason}.")
+        print(f"Documents in one row are not kept apart: {reason}.")
     with training.main_process_first(desc="reading the data"):
         train, held_out = read_data(arguments, training, tokenizer, apart)
     check_rows_to_evaluate_on(len(held_out), training)
@@ -154,15 +160,15 @@ def prepare(config: dict[str, Any]) -> PretrainRun:
 def check_fields(arguments: PretrainArguments, training: AttnResTrainingArguments, config: dict[str, Any]):
     """Raise a `ValueError` for what contradicts itself, before anything is read."""
     if (arguments.model is None) == (arguments.model_config is None):
-        raise ValueError("Give a `model` to go on with, or the `model_config` of one from scratch, and not both.")
+        raise ValueError("Give either a `model` to continue with, or the `model_config` of a new one.")
     if arguments.tokenizer is None and isinstance(arguments.model_config, dict):
-        raise ValueError("`tokenizer` is missing: `model_config` is a list of fields, which has none.")
+        raise ValueError("`tokenizer` is missing. `attnres tokenizer` trains one on your text.")
     if training.max_steps < 1:
-        raise ValueError(f"`max_steps: {training.max_steps}` is not above 0; the data has no end of its own.")
+        raise ValueError(f"`max_steps: {training.max_steps}` is not above 0; the data repeats without end.")
     check_schedule(training)
     for name in ("eval_strategy", "save_strategy"):
         if getattr(training, name) == "epoch":
-            raise ValueError(f"`{name}: epoch` is not possible: the data has no end of its own. Set it to steps.")
+            raise ValueError(f"`{name}: epoch` is not possible: the data repeats without end. Set it to steps.")
     for name in ("ignore_data_skip", "remove_unused_columns"):
         if name in config:
             raise ValueError(f"`{name}` has no effect here: the run keeps its position in the data itself.")
@@ -170,11 +176,11 @@ def check_fields(arguments: PretrainArguments, training: AttnResTrainingArgument
         raise ValueError("`dataloader_num_workers` must be 0: the run keeps its position in the data.")
     if arguments.streaming and arguments.eval_dataset is None and arguments.eval_split is None:
         raise ValueError(
-            "`streaming: true` needs an `eval_dataset` or an `eval_split`: what is streamed is trained on."
+            "`streaming: true` needs an `eval_dataset` or an `eval_split`: all that is streamed is trained on."
         )
     if arguments.eval_dataset == arguments.dataset and (arguments.eval_split or "train") == arguments.split:
         raise ValueError(
-            f"`eval_dataset: {arguments.eval_dataset}` is what is trained on. Leave it out, and a part is held out."
+            f"`eval_dataset: {arguments.eval_dataset}` is the training data. Leave it out to hold out some documents."
         )
 
 
@@ -268,7 +274,7 @@ def read_data(
             break
         evaluated.append({name: row[name] for name in row if name != POSITION})
     if not evaluated:
-        raise ValueError(f"What is held out is shorter than a row of `max_length: {length}` tokens.")
+        raise ValueError(f"The held-out documents are shorter than a row of `max_length: {length}` tokens.")
     next(iter(stream))  # an error of the data, or a tokenizer that does not fit it, before the model is made
     return stream, Dataset.from_list(evaluated)
 
@@ -282,7 +288,7 @@ def make_model(run: PretrainRun) -> torch.nn.Module:
         model = AutoModelForCausalLM.from_config(run.model_config, dtype=torch.float32)
     align_special_tokens(model, run.tokenizer)  # as the Trainer does
     if run.train.apart and (reason := sees_other_documents(model)) is not None:
-        raise ValueError(f"Documents that lie in one row cannot be kept apart: {reason}. Set `apart: false`.")
+        raise ValueError(f"Documents in one row cannot be kept apart: {reason}. Set `apart: false`.")
     return model
 
 

@@ -35,6 +35,7 @@ from ..utils.files import write_file
 from .arguments import AttnResTrainingArguments, PretrainArguments
 from .checkpoints import MANIFEST, write_manifest
 from .optimizer import separate_queries, with_muon
+from .progress import bar, log_line
 from .runs import PretrainRun
 
 
@@ -252,7 +253,7 @@ class StageLoop:
         if self.step == 0 and training.eval_on_start:
             self._evaluate()
         begun, counted = time.perf_counter(), self.step
-        bar = tqdm(total=training.max_steps, initial=self.step, disable=training.disable_tqdm or not is_first)
+        progress = bar("Training", training.max_steps, training.disable_tqdm or not is_first, initial=self.step)
         while self.step < training.max_steps:
             for group, base, factor in self.rates:
                 group["lr"] = base * factor(self.step)
@@ -261,7 +262,7 @@ class StageLoop:
             loss, norm = self._train_step(rows)
             self.losses.append(loss)  # since the last entry in the history
             self.step += 1
-            bar.update()
+            progress.update()
             is_last = self.step == training.max_steps
             if is_last or self.step % self.every["logging_steps"] == 0:
                 entry = {"loss": sum(self.losses) / len(self.losses), "grad_norm": norm}
@@ -272,7 +273,7 @@ class StageLoop:
                 self._evaluate()
             if training.save_strategy == "steps" and (is_last or self.step % self.every["save_steps"] == 0):
                 self._save()
-        bar.close()
+        progress.close()
 
     def _train_step(self, rows: Iterator[dict[str, Any]]) -> tuple[float, float]:
         batch = collate(list(islice(rows, self.batch_size * self.replicas)))
@@ -311,7 +312,11 @@ class StageLoop:
         entry = {**entry, "step": self.step}
         self.history.append(entry)
         if dist.get_rank() == 0:
-            tqdm.write(str({name: round(value, 6) for name, value in entry.items()}))
+            seconds = entry.get("seconds_per_step")
+            tokens = self.batch_size * self.replicas * self.run.arguments.max_length
+            left = None if seconds is None else seconds * (self.training.max_steps - self.step)
+            speed = None if seconds is None else tokens / seconds
+            tqdm.write(log_line(entry, self.step, self.training.max_steps, speed, left))
 
     def _save(self):
         folder = self.output / f"checkpoint-{self.step}"

@@ -3,6 +3,7 @@
 
 import shutil
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,9 +16,10 @@ from ..base.library_lookups import is_depth_query
 from .arguments import AttnResTrainingArguments
 from .checkpoints import write_manifest
 from .depth_metrics import depth_metrics, draw_rows, read_queries
-from .learning_rate import AUTO, best_rate, check_optimizer, measure_losses
+from .learning_rate import AUTO, check_optimizer, measure_rate
 from .loss_guard import LossGuard
 from .optimizer import separate_queries, with_muon
+from .progress import ProgressLines
 
 
 logger = logging.get_logger(__name__)
@@ -43,9 +45,9 @@ class AttnResTrainer(Trainer):
         model = kwargs.get("model", args[0] if args else None)
         self._use_cache = getattr(getattr(model, "config", None), "use_cache", None)
         super().__init__(*args, **kwargs)
-        for loud, quiet in ((ProgressCallback, QuietProgressCallback), (PrinterCallback, QuietPrinterCallback)):
-            if self.pop_callback(loud) is not None:
-                self.add_callback(quiet)
+        for of_transformers in (ProgressCallback, PrinterCallback):
+            if self.pop_callback(of_transformers) is not None:
+                self.add_callback(ProgressLines(self))
         self.add_callback(_BeginTraining(self))
         self.initial_queries = read_queries(self.model)
         self._metric_rows: dict[str, torch.Tensor] | None = None
@@ -53,6 +55,7 @@ class AttnResTrainer(Trainer):
         self._guard, self._warned = LossGuard(), False
         # Of a run that goes on where it was: what its checkpoints say that they were trained on
         self.run_fingerprints: dict[str, str | None] | None = None
+        self._tokens: int | torch.Tensor = 0
         self._step_losses: dict[int, torch.Tensor] = {}
         self._batch_losses: list[torch.Tensor] = []
 
@@ -78,9 +81,10 @@ class AttnResTrainer(Trainer):
             self._measured = {}
             if self.logged_query_rate is None:
                 check_optimizer(self)
-                losses = measure_losses(self)
-                self._measured = {"query_learning_rate": best_rate(losses)}
-                self._measured |= {f"query_rate_loss/{rate:g}": loss.mean().item() for rate, loss in losses.items()}
+                measurement = measure_rate(self, num_training_steps)
+                self._measured = measurement.to_log()
+                if self.is_world_process_zero():
+                    print(measurement.in_words())
             for group in groups:
                 group["lr"] = self.query_learning_rate
         return super().create_scheduler(num_training_steps, optimizer)
@@ -138,8 +142,15 @@ class AttnResTrainer(Trainer):
                 return
         super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
-    def training_step(self, *args, **kwargs) -> torch.Tensor:
-        loss = super().training_step(*args, **kwargs)
+    def count_tokens(self) -> int:
+        """Tokens that all processes have trained on so far, without padding where there is an attention mask."""
+        return int(self._tokens) * self.args.world_size
+
+    def training_step(self, model: nn.Module, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
+        mask = inputs.get("attention_mask")
+        # Not a number yet: on a GPU that would wait for it
+        self._tokens = self._tokens + (inputs["input_ids"].numel() if mask is None else mask.sum())
+        loss = super().training_step(model, inputs, *args, **kwargs)
         step = self.state.global_step  # of several micro-batches, whose losses are parts of the step's
         self._step_losses[step] = self._step_losses.get(step, 0) + loss
         return loss
@@ -197,7 +208,7 @@ class AttnResTrainer(Trainer):
         if not losses or losses[-1] <= losses[0]:
             return None
         return (
-            f"The model is worse than it was at the start: the held-out loss has risen from {losses[0]:.4f} to"
+            f"The model is worse than at the start: the held-out loss has risen from {losses[0]:.4f} to"
             f" {losses[-1]:.4f}. Do not use it; {self.advice()}"
         )
 
@@ -216,7 +227,7 @@ class AttnResTrainer(Trainer):
             return None
         lr, decay = self.query_learning_rate, getattr(self.args, "query_weight_decay", self.args.weight_decay)
         advice = (
-            f"Train longer (query_learning_rate was measured as {lr:g})"
+            f"Train longer (query_learning_rate is {lr:g} by `auto`)"
             if measured
             else f"Raise query_learning_rate (now {lr:g}) or train longer"
         )
@@ -237,18 +248,3 @@ class _BeginTraining(TrainerCallback):
         self.trainer._guard, self.trainer._warned = LossGuard(), False
         if self.trainer._measured and self.trainer.logged_query_rate is None:
             self.trainer.log(self.trainer._measured)
-
-
-class _WithoutSites:
-    """Logs go to the terminal without the figures of every site."""
-
-    def on_log(self, args, state, control, logs=None, **kwargs):
-        super().on_log(args, state, control, {k: v for k, v in (logs or {}).items() if "/" not in k}, **kwargs)
-
-
-class QuietProgressCallback(_WithoutSites, ProgressCallback):
-    pass
-
-
-class QuietPrinterCallback(_WithoutSites, PrinterCallback):
-    pass

@@ -48,7 +48,7 @@ def hidden_folder(path: Path, kind: str, num_bytes: int, way_out: str = "") -> I
         free = shutil.disk_usage(path.parent).free
         if num_bytes > free:
             raise OSError(
-                f"`{path}` needs {num_bytes / 1e9:.1f} GB, on its disk {free / 1e9:.1f} GB are free.{way_out}"
+                f"`{path}` needs {num_bytes / 1e9:.1f} GB, but its disk has {free / 1e9:.1f} GB free.{way_out}"
             )
         hidden.mkdir()
         yield hidden
@@ -80,7 +80,7 @@ def check_destination(destination: str | Path, source: str | Path) -> Path:
     if folder.is_dir() and path.resolve() == folder.resolve():
         raise ValueError(f"`{destination}` is the source itself; name another folder.")
     if folder.is_dir() and folder.resolve() in path.resolve().parents:
-        raise ValueError(f"`{destination}` is inside of the source; name a folder outside of it.")
+        raise ValueError(f"`{destination}` is inside the source; name a folder outside it.")
     if path.exists() and not path.is_dir():
         raise ValueError(f"`{destination}` is a file; name a folder.")
     if path.exists() and any(path.iterdir()):
@@ -145,7 +145,7 @@ def disk_errors_explained(folder: Path) -> Iterator[None]:
             raise
         raise OSError(
             f"`{folder}` cannot be written: {reason}. Make room there, or raise the limit of the size of files, and"
-            " run the same command again: it goes on from its last whole checkpoint."
+            " run the same command again: it resumes from its last complete checkpoint."
         ) from error
 
 

@@ -64,11 +64,12 @@ def check_file(path: Path):
 def _check_stat(path: Path, found: os.stat_result):
     if not stat.S_ISREG(found.st_mode):
         kind = "folder" if stat.S_ISDIR(found.st_mode) else "pipe, a socket or a device"
-        raise ValueError(f"`{path}` is a {kind} where a file should be: remove it.")
+        raise ValueError(f"`{path}` is a {kind}, not a file: remove it.")
     limit = max_bytes_of(path)
     if limit is not None and found.st_size > limit:
         raise ValueError(
-            f"`{path}` has {found.st_size:,} bytes, and a file of this name at most {limit:,}: it is not read."
+            f"`{path}` has {found.st_size:,} bytes, more than the limit of {limit:,} for such a file, so it is not"
+            " read."
         )
 
 
@@ -162,11 +163,11 @@ def check_inside(folder: Path, names: Iterable[str], title: str | None = None):
         try:
             target = (resolved / name).resolve()
         except RuntimeError:  # of a loop of links, in some versions of Python
-            raise ValueError(f"`{folder / name}` is a link to nowhere: remove it.") from None
+            raise ValueError(f"`{folder / name}` is a broken link: remove it.") from None
         if not any(target.is_relative_to(path) for path in allowed):
             raise ValueError(
-                f"`{name}` of `{title or folder}` is a link out of the folder, to `{target}`, and would be copied from"
-                f" there. If that is meant, put the file itself there: `cp -rL {folder} COPY` does it for all."
+                f"`{name}` of `{title or folder}` is a link to `{target}`, outside the folder. To include the file,"
+                f" replace the link by it: `cp -rL {folder} COPY` does this for all links."
             )
 
 
@@ -183,7 +184,7 @@ def file_inside(folder: Path, name: str) -> Path | None:
     try:
         target = path.resolve(strict=True)
     except (OSError, RuntimeError):  # of a loop of links, which depends on the version of Python
-        raise ValueError(f"`{path}` is a link to nowhere: remove it.") from None
+        raise ValueError(f"`{path}` is a broken link: remove it.") from None
     check_file(target)
     return target
 
@@ -195,7 +196,7 @@ def read_inside(folder: Path, name: str, max_bytes: int = MAX_BYTES) -> bytes | 
         return None
     content = read_bytes(target)
     if len(content) > max_bytes:
-        raise ValueError(f"`{folder / name}` has more than {max_bytes / 1e6:.0f} MB, so it is not what it should be.")
+        raise ValueError(f"`{folder / name}` has more than {max_bytes / 1e6:.0f} MB, too many for such a file.")
     return content
 
 
@@ -232,7 +233,7 @@ def check_folder(folder: str | Path, *, follow_links: bool, parsed: Container[st
     names = []
     for path in opened_files(folder):
         if not path.exists():
-            raise ValueError(f"`{path}` is a link to nowhere: remove it, or put the file itself there.")
+            raise ValueError(f"`{path}` is a broken link: remove it, or put the file itself there.")
         names.append(path.relative_to(folder).as_posix())
         check_file(path)
         if path.name in PARSED and path.name not in parsed:

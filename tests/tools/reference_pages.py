@@ -9,6 +9,7 @@ In a page, a line such as `<!-- attnres.conversion.convert -->` begins what is w
 Everything else in a page is written by hand.
 """
 
+import ast
 import functools
 import re
 import tempfile
@@ -54,7 +55,18 @@ def read_package() -> griffe.Module:
         for path in ROOT.iterdir():
             if path.suffix == ".py" or (path / "__init__.py").exists():
                 (package / path.name).symlink_to(path)
-        return griffe.load("attnres", search_paths=[folder], resolve_aliases=True)
+        extensions = griffe.load_extensions(HelpOfFields())
+        return griffe.load("attnres", search_paths=[folder], resolve_aliases=True, extensions=extensions)
+
+
+class HelpOfFields(griffe.Extension):
+    """The docstring of a dataclass's field is the help in its metadata, where `HfArgumentParser` looks for it."""
+
+    def on_attribute_instance(self, *, node, attr: griffe.Attribute, **kwargs):
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Call):
+            metadata = next((keyword.value for keyword in node.value.keywords if keyword.arg == "metadata"), None)
+            if metadata is not None:
+                attr.docstring = griffe.Docstring(ast.literal_eval(metadata)["help"], parent=attr)
 
 
 def entry(item: griffe.Object | griffe.Alias, members: str | None) -> str:
