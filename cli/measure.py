@@ -178,6 +178,9 @@ def inspect(
     dataset: Annotated[str | None, typer.Option(help="Hub id, file (JSONL, Parquet, text) or folder to read.")] = None,
     dataset_config: Annotated[str | None, typer.Option(help="Configuration of a data set on the Hub.")] = None,
     split: Annotated[str | None, typer.Option(help="Split of a data set on the Hub. \\[default: train]")] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="Name of a model in the pictures; repeat it for the second.")
+    ] = None,
     base: Annotated[str | None, typer.Option(help="PreNorm checkpoint to draw the stream of.")] = None,
     gradients: Annotated[bool, typer.Option("--gradients", help="Measure gradients over depth as well.")] = False,
     ablate: Annotated[
@@ -202,6 +205,7 @@ def inspect(
         results = inspect(
             models,
             output,
+            names=name or None,
             text=text,
             file=file,
             dataset=dataset,
@@ -222,8 +226,10 @@ def inspect(
     if as_json:
         print_json({"models": summaries}, wrote)
         return
-    for summary in summaries:
+    for summary, model in zip(summaries, results["models"]):
         _say_summary(summary)
+        if model["zero_queries"]:
+            say("  All its queries are zero, so all sources of a read have equal weights, as in a PreNorm model.")
     say_written(wrote)
 
 

@@ -93,6 +93,7 @@ class DepthStatistics:
         num_tokens: how much of it.
         sites: read by read, in the order of depth. A base whose attention and MLP share a read has none in between.
         excerpt: the beginning of the text, token by token; none if only means were taken.
+        zero_queries: whether all queries are zero, and all sources of a read get the same weight.
         fingerprint, commit: of the checkpoint, a hash over a folder's files or the commit on the Hub, see
             `attnres.checkpoints.fingerprint`; none of a model in memory.
     """
@@ -105,6 +106,7 @@ class DepthStatistics:
     num_tokens: int
     sites: list[SiteStatistics]
     excerpt: Excerpt | None = None
+    zero_queries: bool = False
     fingerprint: str | None = None
     commit: str | None = None
 
@@ -251,6 +253,7 @@ def measure(
         text=text,
         num_tokens=windows.numel(),
         sites=[_site_statistics(site, of_site, config, has_stream) for site, of_site in sorted(sums.items())],
+        zero_queries=zero_queries,
     )
 
 
