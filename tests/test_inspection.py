@@ -34,7 +34,7 @@ from attnres.depth.definition import depth_attention_reference
 from attnres.depth.stream import DepthStream
 from attnres.inspection import DepthStatistics, Excerpt, SiteStatistics, ablate, gradient_rms, inspect, measure
 from attnres.inspection.callback import DepthMapCallback
-from attnres.inspection.figures import ablation_map, ablation_matrix, heat_map, weight_matrix
+from attnres.inspection.figures import ablation_map, ablation_matrix, heat_map, profiles, weight_matrix
 from attnres.inspection.run import model_names
 from attnres.inspection.text import pieces, read_windows
 from attnres.model_cards.card import write_model_card
@@ -324,6 +324,9 @@ def test_pictures_show_the_numbers(folder):
         ).tolist()
         # Sublayers 0 to 2 are a block, and 3 to 5
         assert sorted({line.get_ydata()[0] for line in axis.lines}) == [2.5, 5.5]
+    weights = [weight for site in statistics.sites[1:] for weight in site.weights]
+    norm = heat_map([statistics]).axes[0].images[0].norm
+    assert (norm.vmin, norm.vmax) == (min(weights), max(weights))  # of reads that have a choice
     difference = heat_map([statistics, statistics]).axes[2].images[0]
     assert abs(difference.get_array()).max() == 0 and difference.norm.vmin == -difference.norm.vmax
 
@@ -458,12 +461,28 @@ def test_a_second_model_that_is_missing_is_told_before_the_first_is_read(folder,
         inspect([str(tmp_path / "damaged"), "./nowhere"], tmp_path / "out")
 
 
+def test_nothing_is_cut_off_in_pictures():
+    """Points of one model that are larger than the other's, and a long name."""
+    base = tiny_base_model("qwen3")
+    models = [convert(base, 3), randomize_queries(convert(base, 3))]
+    statistics = [measure(model, windows(), name=f"{number}-{'name-' * 20}") for number, model in enumerate(models)]
+    figure = profiles(statistics)
+    figure.canvas.draw()
+    for axis in figure.axes:
+        low, high = axis.get_ylim()
+        assert all(
+            low <= value <= high for line in axis.lines for value in line.get_ydata() if line.get_marker() == "o"
+        )
+    figure = heat_map(statistics)
+    figure.canvas.draw()
+    edges = [axis.title.get_window_extent() for axis in figure.axes[:3]]
+    assert all(left.x1 < right.x0 for left, right in zip(edges, edges[1:]))
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("num_layers", [1, 48])
 def test_axes_of_profiles(num_layers):
     """Whole sites on every axis, the same in every panel, and a legend of what is drawn."""
-    from attnres.inspection.figures import profiles
-
     model = convert(tiny_base_model("llama", num_hidden_layers=num_layers, hidden_size=16, intermediate_size=16), 1)
     figure = profiles([measure(model, torch.arange(8).view(1, 8))])
     figure.canvas.draw()
