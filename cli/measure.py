@@ -135,7 +135,10 @@ def _evaluate(
     if as_json:
         print_json(results, wrote)
     else:
-        console.print(scores(results))
+        if results["rows"]:
+            console.print(scores(results))
+        else:
+            say("No benchmark was run.")
         for warning in answer_warnings(results):
             note("Note:", warning)
         _say_skipped(results["skipped"])

@@ -137,6 +137,10 @@ def load_tasks(benchmark: Benchmark, manager: TaskManager, in_chat: bool = False
     except Exception as error:  # what data sets raise is of many kinds, and none may stop the other benchmarks
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         kind = type(error).__name__
+        if isinstance(error, ModuleNotFoundError):
+            # Errors that tasks raise themselves name the command, and those of an import name the module
+            needed = f"it needs {error.name}: `pip install {error.name}`"
+            raise Unavailable(" ".join(str(error).split()) if error.name is None else needed) from error
         if "gated" in text:
             advice = "accept its terms on the Hub, then `hf auth login`"
         elif "script" in text:
@@ -145,7 +149,7 @@ def load_tasks(benchmark: Benchmark, manager: TaskManager, in_chat: bool = False
             advice = "fetch it where there is internet, or pass `--data-root`"
         else:
             advice = "look at the data set, or pass `--data-root`"
-        raise Unavailable(f"{text} To mend it: {advice}.") from error
+        raise Unavailable(f"{text} What to do: {advice}.") from error
     for task in tasks:
         if task.config.task.startswith("cruxeval"):
             put_into_sandbox(task)

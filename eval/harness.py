@@ -22,6 +22,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from transformers import set_seed
 
+from ..utils.devices import hardware
 from .benchmarks import Benchmark, Unavailable, load_tasks, prepare_tasks
 from .models import EvalModel, EvalOptions, load_model
 from .sandbox import UNUSABLE
@@ -280,6 +281,7 @@ def facts_of(lm: LM, benchmark: Benchmark, options: EvalOptions, settings: EvalS
     return {
         "command": settings.command,
         "device": settings.device,
+        "hardware": hardware(str(settings.device)),
         "dtype": str(getattr(getattr(lm, "model", None), "dtype", options.dtype)).removeprefix("torch."),
         "batch_size": settings.batch_size,
         "python": platform.python_version(),

@@ -14,7 +14,7 @@ from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.colors import Colormap, Normalize, PowerNorm, SymLogNorm  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
 from matplotlib.image import AxesImage  # noqa: E402
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator  # noqa: E402
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter  # noqa: E402
 
 from ..utils.figures import write_figure  # noqa: E402
 from ..utils.markup import figure_text  # noqa: E402
@@ -110,8 +110,10 @@ def _heat_maps(panels: list[tuple[str, DepthStatistics, np.ndarray, str | Colorm
         _label_heat_map(axis, of_model, "\n".join(map(figure_text, title.split("\n"))))
         images.setdefault(norm, (image, []))[1].append(axis)
     for norm, (image, of_norm) in images.items():  # a bar for all panels that share its colours
-        extend = "max" if norm.vmin is not None and norm.vmin >= 0 and norm.vmax < 1 else "neither"
-        figure.colorbar(image, ax=of_norm, label=unit, fraction=0.08, aspect=30, extend=extend)
+        bar = figure.colorbar(image, ax=of_norm, label=unit, fraction=0.08, aspect=30)
+        if isinstance(norm, PowerNorm):  # at equal distances, so that both ends have one
+            bar.set_ticks(norm.inverse(np.linspace(0, 1, 6)))
+            bar.formatter = StrMethodFormatter("{x:.3g}")
     return figure
 
 

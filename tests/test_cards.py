@@ -3,6 +3,7 @@
 
 import ast
 import json
+import math
 import os
 import re
 import shlex
@@ -168,6 +169,38 @@ def test_what_is_not_ours_does_nothing_elsewhere(attack, tmp_path):
     assert plain_markdown(markdown) == markdown  # so the card shows it as it is
 
 
+def test_a_table_has_the_columns_that_say_something():
+    """Metrics as lm-eval calls them, the settings in a line, and no column that is empty or the same everywhere."""
+    results = an_evaluation("x")
+    first = results["rows"][0] | {"metric": "acc", "filter": "none", "benchmark": {"name": "First", "paper": None}}
+    second = first | {"metric": "bits_per_byte", "benchmark": {"name": "Second", "paper": None}}
+    text = table(results | {"rows": [first, second]})
+    assert text.splitlines()[0] == "| benchmark | metric | documents | x | x again | x again - x | p |"
+    assert "| Second | 2^-bits_per_byte | 4 | 50.0 ± 10.0 |" in text and "paper" not in text
+    assert (
+        "- Settings: all documents, 0 examples in the prompt, x on x, batch size x, seed 0, attnres x, Python x"
+        in text
+    )
+    second["benchmark"] = {"name": "Second", "paper": [1.0, 2.0]}
+    second["num_fewshot"] = {"x": 5}
+    header, _, *rows = table(results | {"rows": [first, second]}).splitlines()[:4]
+    assert "| metric | examples | documents |" in header and header.endswith("| paper: PreNorm | paper: AttnRes |")
+    assert rows[0].endswith("|  |  |") and rows[1].endswith("| 1.0 | 2.0 |")
+
+
+def test_a_table_without_rows_says_what_is_missing():
+    results = an_evaluation("x") | {"rows": [], "skipped": {"QuaRTz": "it needs evals: `pip install --no-deps evals`"}}
+    skipped = "- QuaRTz was skipped: it needs evals: `pip install --no-deps evals`"
+    assert table(results).splitlines() == ["No benchmark was run.", "", skipped]
+
+
+def test_a_score_of_a_single_document_has_no_error():
+    results = an_evaluation("x")
+    results["rows"][0]["scores"] = [[0.5, math.nan], [1.0, math.nan]]
+    results["rows"][0]["comparisons"][0]["interval"] = [math.nan, math.nan]
+    assert "| 50.0 | 100.0 | +10.0 |" in table(results) and "nan" not in table(results)
+
+
 def test_names_are_no_formulas_in_figures(tmp_path):
     text = "_$x^$ \\$ {{ $\\frac$"
     assert forest_plot(an_evaluation(text), tmp_path) and plot_curves({text: []}, tmp_path / "loss", title=text)
@@ -183,7 +216,9 @@ def an_evaluation(text: str) -> dict:
     comparison = {"difference": 0.1, "interval": [0.0, 0.2], "p_value": 0.01, "p_holm": 0.01}
     row = {
         "benchmark": {"name": text, "tasks": ["x"], "paper": None, "license": text},
-        "metric": "acc",
+        "metric": text,
+        "filter": text,
+        "runs": [[{"dtype": text, "hardware": text, "batch_size": text, "python": text}]] * 2,
         "num_fewshot": {"x": 0},
         "num_documents": 4,
         "generation": {"x": {"max_gen_toks": 5}},
@@ -193,7 +228,10 @@ def an_evaluation(text: str) -> dict:
         "bits_per_byte": [1.0, 1.0],
         "comparisons": [comparison],
     }
-    return {"models": [{"name": text}, {"name": text}], "rows": [row], "skipped": {text: text}}
+    options = {"limit": None, "apply_chat_template": False, "max_gen_toks": None, "seed": 0, "processes": 1}
+    model = {"name": text, "identity": {"options": options, "versions": {"attnres": text}}}
+    other = {**model, "name": f"{text} again"}
+    return {"models": [model, other], "rows": [row], "skipped": {text: text}}
 
 
 def test_text_is_shown_as_it_is():

@@ -446,7 +446,7 @@ def test_missing_data_skips_a_row(quick_eval, quick, tmp_path):
     shutil.copytree(quick[0] / "Rowan", root / "Rowan")
     results = quick_eval("right", data_root=root)
     assert [row["benchmark"]["name"] for row in results["rows"]] == ["HellaSwag"]
-    assert "To mend it: " in results["skipped"]["ARC-Challenge"]
+    assert "What to do: " in results["skipped"]["ARC-Challenge"]
     assert "ARC-Challenge was skipped" in (tmp_path / "out/table.md").read_text()
 
 
@@ -806,7 +806,7 @@ def test_prefetch_without_internet(checkpoints, tmp_path, monkeypatch, capsys, r
     monkeypatch.chdir(tmp_path)
     assert run_attnres("eval", checkpoints / "base", "--suite", "quick", "--prefetch") == 3
     printed = " ".join(capsys.readouterr().out.split())
-    assert "There now:" in printed and "Skipped HellaSwag: " in printed and "To mend it: " in printed
+    assert "There now:" in printed and "Skipped HellaSwag: " in printed and "What to do: " in printed
 
 
 @pytest.mark.parametrize(
