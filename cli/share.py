@@ -3,7 +3,7 @@
 
 import enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,17 +17,31 @@ CheckpointFolder = Annotated[Path, typer.Argument(metavar="DIR", help="Folder of
 def card(
     folder: CheckpointFolder,
     base_model: Annotated[str | None, typer.Option(help="Hub id of the base, for the metadata.")] = None,
+    license_: Annotated[
+        str | None, typer.Option("--license", help="Licence, such as apache-2.0. By default that of the base.")
+    ] = None,
+    language: Annotated[list[str] | None, typer.Option(help="Language, such as en; repeat it for several.")] = None,
+    dataset: Annotated[
+        list[str] | None, typer.Option(help="Hub id of data that it was trained on; repeat it for several.")
+    ] = None,
+    example: Annotated[
+        str | None, typer.Option(help="Prompt of an example; the model runs and its answer goes into the card.")
+    ] = None,
     repo_id: Annotated[str | None, typer.Option(help="Hub id of the checkpoint, for the examples.")] = None,
     evaluation: Annotated[Path | None, typer.Option(help="Folder of `attnres eval` with this checkpoint.")] = None,
     as_json: WroteJson = False,
 ):
-    """Write the model card of a checkpoint anew; entries of its metadata are kept."""
+    """Write the model card of a checkpoint again; entries of its metadata are kept."""
     with only_json_on_stdout(as_json):
         need_folders([folder, evaluation])
         need_checkpoints([str(folder)])
         from ..model_cards.card import write_model_card
+        from ..model_cards.example import answered
 
-        base_metadata = {"base_model": base_model} if base_model else None
+        given = {"base_model": base_model, "license": license_, "language": language, "datasets": dataset}
+        base_metadata: dict[str, Any] = {name: value for name, value in given.items() if value}
+        if example is not None:
+            base_metadata["widget"] = [answered(folder, example)]
         path = write_model_card(folder, base_metadata=base_metadata, repo_id=repo_id, evaluation=evaluation)
     if as_json:
         print_json({}, [path])
@@ -39,8 +53,10 @@ def push(
     folder: CheckpointFolder,
     repo_id: Annotated[str, typer.Argument(metavar="REPO_ID", help="user/name on the Hub.")],
     private: Annotated[bool, typer.Option("--private", help="Create the repository private.")] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show what would be pushed, and what not.")] = False,
-    as_json: Annotated[bool, json_option("files (their bytes), left_out, url, commit (null of a dry run)")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the files, their size and the card.")] = False,
+    as_json: Annotated[
+        bool, json_option("files (their bytes), bytes (of all), left_out, card, url, commit (null of a dry run)")
+    ] = False,
 ):
     """Put a checkpoint on the Hub, with the code that loads it where attnres is not installed."""
     with only_json_on_stdout(as_json):
@@ -49,16 +65,22 @@ def push(
         from ..model_cards.hub import plan_push, push
 
         plan = plan_push(folder, repo_id)
+        sizes = {name: plan.num_bytes(name) for name in sorted(plan.files)}
         if dry_run and not as_json:
-            for name in sorted(plan.files):
-                say(f"Would push {name}, {plan.num_bytes(name):,} bytes")
+            for name, size in sizes.items():
+                say(f"Would push {name}, {size:,} bytes")
+            say(f"In all {len(sizes)} files, {sum(sizes.values()):,} bytes")
         for name in plan.left_out:
             say(f"Left out {name}: it is not part of a checkpoint")
+        if dry_run and not as_json:
+            say(f"\nREADME.md:\n\n{plan.card}")
+            if plan.missing:
+                say(f"The card has no {' and no '.join(plan.missing)}: see `attnres card --help`")
         commit = None if dry_run else push(folder, repo_id, private=private)
     if as_json:
         url, oid = (None, None) if commit is None else (str(commit.repo_url), commit.oid)
-        sizes = {name: plan.num_bytes(name) for name in sorted(plan.files)}
-        print_json({"files": sizes, "left_out": plan.left_out, "url": url, "commit": oid})
+        found = {"files": sizes, "bytes": sum(sizes.values()), "left_out": plan.left_out, "card": plan.card}
+        print_json({**found, "url": url, "commit": oid})
     elif commit is not None:
         say(f"Pushed to {commit.repo_url}, commit {commit.oid}")
 

@@ -2,6 +2,8 @@
 """Model cards, reports and figures say what is so, and what others have written in them does nothing."""
 
 import ast
+import contextlib
+import io
 import json
 import math
 import os
@@ -20,15 +22,19 @@ from tiny_gguf import write_gguf
 from tiny_models import convert as convert_in_memory
 from tiny_models import tiny_base_model
 
+import attnres.model_cards.card as card_module
 from attnres.checkpoints.checkpoint import open_checkpoint
 from attnres.checkpoints.reports import ConversionReport, Parity, SourceWeights, VerificationReport
 from attnres.conversion import convert, revert
+from attnres.data.text import read_sample, train_tokenizer
 from attnres.eval.report import forest_plot, table
 from attnres.inspection.figures import heat_map, profiles
 from attnres.inspection.measure import DepthStatistics, SiteStatistics
-from attnres.model_cards.card import weights_of, write_adapter_card, write_model_card
+from attnres.model_cards.card import model_card, weights_of, write_adapter_card, write_model_card
+from attnres.model_cards.example import answered
 from attnres.training.curves import plot_curves
-from attnres.training.runs import metadata_of_base
+from attnres.training.runs import dataset_metadata, metadata_of_base
+from attnres.utils import installation
 from attnres.utils.markup import code, escaped, plain_markdown, printable, sentence
 
 
@@ -104,7 +110,10 @@ def shown(markdown: str) -> tuple[list[str], set[str], list[str]]:
     fences = [token.content for token in tokens if token.type in ("fence", "code_block")]
     # GitHub makes links of addresses in text by itself
     text = re.sub(
-        r"^```.*?^```$|(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)|\]\(.*?\)", "", markdown, flags=re.DOTALL | re.MULTILINE
+        r"^(?P<fence>```+).*?^(?P=fence)$|(?<!`)(?P<code>`+)(?!`).+?(?<!`)(?P=code)(?!`)|\]\(.*?\)",
+        "",
+        markdown,
+        flags=re.DOTALL | re.MULTILINE,
     )
     assert not re.search(r"(https?://|www\.)evil", text)
     return headings, links - {None}, fences
@@ -167,6 +176,82 @@ def test_what_is_not_ours_does_nothing_elsewhere(attack, tmp_path):
     lines = markdown.split("\n\n")[0].splitlines()
     assert len({len(re.findall(r"(?<!\\)\|", line)) for line in lines}) == 1  # as many cells in every row
     assert plain_markdown(markdown) == markdown  # so the card shows it as it is
+
+
+def with_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
+    tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=300)
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    convert_in_memory(tiny_base_model("llama", vocab_size=len(tokenizer)), 2).save_pretrained(folder)
+    return folder
+
+
+def test_a_card_has_an_example_with_its_output(tmp_path, run_attnres):
+    """The code of the card prints what the card says that it prints, and a later card keeps it."""
+    folder = with_tokenizer(tmp_path / "model")
+    given = ["--license", "apache-2.0", "--language", "en", "--language", "de", "--dataset", "user/data"]
+    assert run_attnres("card", folder, *given, "--example", 'the "key') == 0
+    for _ in range(2):
+        card = ModelCard.load(folder / "README.md")
+        assert (card.data.license, card.data.language) == ("apache-2.0", ["en", "de"])
+        assert card.data.datasets == ["user/data"]
+        assert "arxiv:2603.15031" in card.data.tags and "\nLicence: apache-2.0.\n" in card.text
+        _, _, fences = shown(card.text)
+        code = fences[0].replace(f'"{folder.name}"', repr(str(folder)))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, {})
+        assert "\n".join(map(printable, printed.getvalue().split("\n"))) == fences[1] and len(fences[1]) > 1
+        assert run_attnres("card", folder) == 0
+
+
+def test_an_example_of_a_chat(tmp_path):
+    folder = with_tokenizer(tmp_path / "model", "{% for m in messages %}{{ m.content }}.{% endfor %}")
+    entry = answered(folder, "the key")
+    assert entry["messages"] == [{"role": "user", "content": "the key"}]
+    text = model_card(folder, base_metadata={"widget": [entry]}).text
+    assert 'messages = [{"role": "user", "content": "the key"}]' in text and "apply_chat_template(messages" in text
+    with pytest.raises(ValueError, match="should be one line of text"):
+        answered(folder, "a\nb")
+
+
+@pytest.mark.parametrize("attack", HARMFUL)
+def test_an_example_of_others_does_nothing(attack, checkpoint, tmp_path):
+    """Its prompt is a string of Python, and nothing in its output ends the block of code."""
+    text = HARMFUL[attack]
+    example = {"text": text, "output": {"text": f"{text}\n{text}\n```\n# {text}"}}
+    card = model_card(a_copy(checkpoint, tmp_path / "model"), base_metadata={"widget": [{}, "x", example]})
+    headings, _, (python, output, *_) = shown(card.text)
+    names = [node.value for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Constant)]
+    assert printable(text) in names
+    assert output == "".join(f"{printable(line)}\n" for line in example["output"]["text"].split("\n"))
+    assert len(headings) == len(shown(model_card(tmp_path / "model").text)[0])
+
+
+def test_a_gguf_file_says_its_licence(tmp_path):
+    """And its languages, as far as its header has them."""
+    write_gguf(tmp_path / "tiny.gguf", about={"license": "apache-2.0", "languages": ["en"]})
+    convert(tmp_path / "tiny.gguf", tmp_path / "converted", num_blocks=2)
+    card = ModelCard.load(tmp_path / "converted/README.md")
+    assert (card.data.license, card.data.language) == ("apache-2.0", ["en"])
+    assert "Licence: apache-2.0." in card.text and "It was made from the quantised GGUF file `tiny.gguf`" in card.text
+
+
+def test_data_of_the_hub_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("local").mkdir()
+    assert dataset_metadata("user/data") == {"datasets": ["user/data"]}
+    assert dataset_metadata("local") == dataset_metadata("of/no/repository") == {}
+
+
+def test_the_address_of_the_project_is_in_one_place(checkpoint, tmp_path, monkeypatch):
+    folder = a_copy(checkpoint, tmp_path / "model")
+    text = model_card(folder).text
+    assert "The package `attnres` is" in text and "pip install '.[serving]' in a clone of attnres" in text
+    for module in (installation, card_module):
+        monkeypatch.setattr(module, "ADDRESS", "https://example.com/attnres")
+    text = model_card(folder).text
+    assert "The package [`attnres`](https://example.com/attnres) is" in text
+    assert "pip install 'attnres[serving] @ git+https://example.com/attnres'" in text
 
 
 def test_a_table_has_the_columns_that_say_something():
@@ -373,7 +458,7 @@ def test_a_model_of_a_quantised_file_says_so_wherever_it_goes(tmp_path):
     assert "base_model" not in text
     text = card("attnres", base_metadata={"base_model": "tester/base"})
     assert "[tester/base](https://huggingface.co/tester/base), in a quantised form, with" in text
-    assert "does not compute what [tester/base](https://huggingface.co/tester/base) computes" in text
+    assert "does not compute exactly what [tester/base](https://huggingface.co/tester/base) computes" in text
     data = ModelCard.load(tmp_path / "attnres/README.md").data
     assert data.base_model_relation == "quantized" and data.attnres_source_weights == asdict(expected)
 
@@ -439,7 +524,7 @@ def test_weights_that_are_still_quantised(config, kind, checkpoint, tmp_path):
     assert (found.format, found.kind, found.file) == (config["quant_method"], kind, None) and not found.dequantized
     assert found.tensors == {"F32": len(open_checkpoint(folder).weight_map)}
     text = write_model_card(folder, base_metadata={"base_model": "tester/base"}).read_text()
-    assert f"quantised, as those of its base: {escaped(found.format)} weights ({escaped(kind)}; tensors: " in text
+    assert f"quantised, like those of its base: {escaped(found.format)} weights ({escaped(kind)}; tensors: " in text
     assert "in a quantised form" in text and "base_model_relation: quantized" in text
 
 
