@@ -155,7 +155,7 @@ def report(
     folders: Annotated[list[Path], typer.Argument(metavar="DIR...", help="Folders of `attnres eval`.")],
     as_json: WroteJson = False,
 ):
-    """Write the tables and plots of finished evaluations anew, without running anything."""
+    """Write the tables and plots of finished evaluations again, without running anything."""
     with only_json_on_stdout(as_json):
         need_packages("report")
         need_folders(folders)
@@ -184,10 +184,10 @@ def inspect(
     name: Annotated[
         list[str] | None, typer.Option(help="Name of a model in the pictures; repeat it for the second.")
     ] = None,
-    base: Annotated[str | None, typer.Option(help="PreNorm checkpoint to draw the stream of.")] = None,
+    base: Annotated[str | None, typer.Option(help="PreNorm checkpoint whose stream is drawn for comparison.")] = None,
     gradients: Annotated[bool, typer.Option("--gradients", help="Measure gradients over depth as well.")] = False,
     ablate: Annotated[
-        bool, typer.Option("--ablate", help="Mask every source out at every site: what is it worth? On 512 tokens.")
+        bool, typer.Option("--ablate", help="Measure the loss without each source at each site, on 512 tokens.")
     ] = False,
     max_tokens: Annotated[int, typer.Option(min=2, help="How much of the text to read.")] = 10_000,
     batch_size: Annotated[int, typer.Option(min=1, help="Windows of 512 tokens at a time.")] = 4,

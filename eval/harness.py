@@ -274,7 +274,7 @@ def run_and_save(
 
 
 def facts_of(lm: LM, benchmark: Benchmark, options: EvalOptions, settings: EvalSettings) -> dict[str, Any]:
-    """What a benchmark is answered with, beside what decides the scores."""
+    """What a report says of a run besides its options: command, hardware, dtype and so on."""
     template = None
     if in_chat(benchmark, options):
         template = hashlib.sha256((lm.chat_template(True) or "").encode()).hexdigest()

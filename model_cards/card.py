@@ -272,7 +272,7 @@ def model_card(
         source: its folder, or the checkpoint itself, opened.
         base_metadata: entries to add, such as `base_model` and `license`.
         repo_id: what to load the model by in the examples; by default the name of the folder.
-        title: by default the last part of that.
+        title: by default the last part of `repo_id`.
         on_hub: whether that is a repository, where the code of the model goes along; by default if it is given.
         training: as for `CardContent`.
 

@@ -73,7 +73,7 @@ def plan_push(folder: str | Path, repo_id: str) -> Push:
 
 
 def push(folder: str | Path, repo_id: str, *, private: bool = False, token: str | None = None) -> CommitInfo:
-    """Upload an AttnRes checkpoint, its tokenizer, card and code in one commit, and nothing else that lies there.
+    """Upload an AttnRes checkpoint, its tokenizer, card and code in one commit, and nothing else from the folder.
 
     Files that the repository has already are not sent again. The version of the code is in the card's metadata and in
     the message of the commit.

@@ -27,7 +27,7 @@ from attnres.checkpoints.checkpoint import open_checkpoint
 from attnres.checkpoints.reports import ConversionReport, Parity, SourceWeights, VerificationReport
 from attnres.conversion import convert, revert
 from attnres.data.text import read_sample, train_tokenizer
-from attnres.eval.report import forest_plot, table
+from attnres.eval.report import forest_plot, model_index, table, write
 from attnres.inspection.figures import heat_map, profiles
 from attnres.inspection.measure import DepthStatistics, SiteStatistics
 from attnres.model_cards.card import model_card, weights_of, write_adapter_card, write_model_card
@@ -204,6 +204,20 @@ def test_a_card_has_an_example_with_its_output(tmp_path, run_attnres):
         assert run_attnres("card", folder) == 0
 
 
+def test_a_dry_run_shows_the_card_and_the_total(checkpoint, tmp_path, run_attnres, capsys):
+    folder = a_copy(checkpoint, tmp_path / "model")
+    assert run_attnres("card", folder, "--license", "mit") == 0
+    capsys.readouterr()
+    assert run_attnres("push", folder, "user/model", "--dry-run") == 0
+    printed = capsys.readouterr().out
+    sizes = [
+        int(size.replace(",", "")) for size in re.findall(r"^Would push \S+, (\S+) bytes$", printed, re.MULTILINE)
+    ]
+    assert len(sizes) > 20 and f"In all {len(sizes)} files, {sum(sizes):,} bytes" in printed
+    assert "\nlicense: mit\n" in printed and 'from_pretrained("user/model", trust_remote_code=True)' in printed
+    assert "The card has no language and no base_model: see `attnres card --help`" in printed
+
+
 def test_an_example_of_a_chat(tmp_path):
     folder = with_tokenizer(tmp_path / "model", "{% for m in messages %}{{ m.content }}.{% endfor %}")
     entry = answered(folder, "the key")
@@ -277,6 +291,18 @@ def test_a_table_without_rows_says_what_is_missing():
     results = an_evaluation("x") | {"rows": [], "skipped": {"QuaRTz": "it needs evals: `pip install --no-deps evals`"}}
     skipped = "- QuaRTz was skipped: it needs evals: `pip install --no-deps evals`"
     assert table(results).splitlines() == ["No benchmark was run.", "", skipped]
+
+
+def test_a_published_figure_is_what_its_metric_names(tmp_path):
+    """Percentages, but bits of texts; nothing of a perplexity, of which only a likelihood is kept."""
+    results = an_evaluation("x")
+    results["models"][0]["identity"]["model"] = {"fingerprint": "abc"}
+    row = results["rows"][0] | {"benchmark": {"name": "Texts", "tasks": ["t"], "paper": None}, "filter": "none"}
+    metrics = ("acc", "bits_per_byte", "word_perplexity")
+    results["rows"] = [row | {"metric": metric, "bits_per_byte": [0.98765, 1.0]} for metric in metrics]
+    write(results | {"schema": 2}, tmp_path)
+    found = {result.metric_type: result.metric_value for result in model_index(tmp_path, "x", "abc")}
+    assert found == {"acc": 50.0, "bits_per_byte": 0.9877}
 
 
 def test_a_score_of_a_single_document_has_no_error():

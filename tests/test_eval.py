@@ -209,7 +209,7 @@ def test_a_task_that_runs_code_by_itself(manager, paper, monkeypatch):
         assert in_sandbox(task)
         monkeypatch.setitem(task._metric_fn_list["pass_at_k"].__self__.__globals__, "compute_", None)
         assert not in_sandbox(task)
-        with pytest.raises(Unavailable, match="`humaneval` runs generated code by means of its own"):
+        with pytest.raises(Unavailable, match="`humaneval` runs generated code itself"):
             load_tasks(Benchmark("HumanEval", ("humaneval",), ""), manager)
 
 
@@ -842,11 +842,11 @@ def test_reasons(error, way_out):
             "`suite='best'` is neither one of paper, core, chat, quick, offline nor a file",
         ),
         (["eval", "model", "--tasks", "arc_chalenge"], "`arc_chalenge` is not a task of lm-eval"),
-        (["eval", "model", "--suite", "quick", "--device", "cuda:99"], "`device='cuda:99'` is not there"),
-        (["eval", "model", "--suite", "quick", "--device", "abacus"], "`device='abacus'` is not there"),
-        (["eval", "model", "--suite", "quick", "--dtype", "fp23"], "`dtype='fp23'` is none of torch"),
+        (["eval", "model", "--suite", "quick", "--device", "cuda:99"], "`device='cuda:99'` is not available"),
+        (["eval", "model", "--suite", "quick", "--device", "abacus"], "`device='abacus'` is not available"),
+        (["eval", "model", "--suite", "quick", "--dtype", "fp23"], "`dtype='fp23'` is not a dtype of torch"),
         (["eval", "model", "--suite", "quick", "--data-root", "nowhere"], "There is no folder `nowhere`"),
-        (["eval", "model", "--suite", "quick", "--backend", "x"], "`backend='x'` is neither hf nor vllm"),
+        (["eval", "model", "--suite", "quick", "--backend", "x"], "`backend='x'` should be hf or vllm"),
         (["eval", "model", "--suite", "bad.yaml"], "is not a benchmark: it needs name, tasks (a list) and metric"),
         (["eval", "model", "--suite", "odd.yaml"], "unexpected keyword argument 'shots'"),
         (["report", "nowhere"], "There is no folder `nowhere`"),

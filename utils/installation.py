@@ -10,9 +10,11 @@ OTHERS = "fast-attnres"
 
 def how_to_install(extra: str | None = None) -> str:
     """The command, and where to run it: `attnres` is not on PyPI, so that name would give an error or a stranger's."""
-    if ADDRESS is not None:
-        return f"pip install 'attnres{'' if extra is None else f'[{extra}]'} @ git+{ADDRESS}'"
-    return f"pip install '.{'' if extra is None else f'[{extra}]'}' {SOURCE}"
+    brackets = "" if extra is None else f"[{extra}]"
+    if ADDRESS is None:
+        return f"pip install '.{brackets}' {SOURCE}"
+    requirement = f"attnres{brackets} @ git+{ADDRESS}"
+    return f"pip install '{requirement}'"
 
 
 def mixed_up(folder: str, found: str) -> str:

@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Names and texts of others within our Markdown, HTML and figures, where they shall be read and do nothing.
+"""Names and texts of others in our Markdown, HTML and figures, shown as text that does nothing.
 
-Names of folders and files, what a data set or a base is called and what stands in reports may be anybody's.
+Names of folders, files, data sets and bases, and the texts of reports, may come from anybody.
 """
 
 import json
