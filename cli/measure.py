@@ -152,7 +152,10 @@ def _evaluate(
     if as_json:
         print_json(results, wrote)
     else:
-        console.print(scores(results))
+        if results["rows"]:
+            console.print(scores(results))
+        else:
+            say("No benchmark was run.")
         for warning in answer_warnings(results):
             note("Note:", warning)
         _say_skipped(results["skipped"])
@@ -205,6 +208,9 @@ def inspect(
     split: Annotated[
         str | None, typer.Option(help="Use this split of the data set on the Hub. \\[default: train]")
     ] = None,
+    name: Annotated[
+        list[str] | None, typer.Option(help="Name the model in the pictures. Repeat it for the second model.")
+    ] = None,
     base: Annotated[str | None, typer.Option(help="Draw the residual stream of this PreNorm checkpoint too.")] = None,
     gradients: Annotated[bool, typer.Option("--gradients", help="Measure gradients over depth too.")] = False,
     ablate: Annotated[
@@ -229,6 +235,7 @@ def inspect(
         results = inspect(
             models,
             output,
+            names=name or None,
             text=text,
             file=file,
             dataset=dataset,
@@ -249,8 +256,10 @@ def inspect(
     if as_json:
         print_json({"models": summaries}, wrote)
         return
-    for summary in summaries:
+    for summary, model in zip(summaries, results["models"]):
         _say_summary(summary)
+        if model["zero_queries"]:
+            say("  All its queries are zero, so all sources of a read have equal weights, as in a PreNorm model.")
     say_written(wrote)
 
 

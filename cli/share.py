@@ -3,7 +3,7 @@
 
 import enum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
 
@@ -17,6 +17,18 @@ CheckpointFolder = Annotated[Path, typer.Argument(metavar="FOLDER", help="Use th
 def card(
     folder: CheckpointFolder,
     base_model: Annotated[str | None, typer.Option(help="Name this Hub id as the base in the metadata.")] = None,
+    license_: Annotated[
+        str | None, typer.Option("--license", help="Name this licence, such as apache-2.0. \\[default: the base's]")
+    ] = None,
+    language: Annotated[
+        list[str] | None, typer.Option(help="Name this language, such as en. Repeat it for several.")
+    ] = None,
+    dataset: Annotated[
+        list[str] | None, typer.Option(help="Name this Hub id of training data. Repeat it for several.")
+    ] = None,
+    example: Annotated[
+        str | None, typer.Option(help="Run the model on this prompt and show its answer in the card.")
+    ] = None,
     repo_id: Annotated[str | None, typer.Option(help="Use this Hub id in the examples.")] = None,
     evaluation: Annotated[
         Path | None, typer.Option(help="Add the scores in this output folder of `attnres eval`.")
@@ -28,8 +40,12 @@ def card(
         need_folders([folder, evaluation])
         need_checkpoints([str(folder)])
         from ..model_cards.card import write_model_card
+        from ..model_cards.example import answered
 
-        base_metadata = {"base_model": base_model} if base_model else None
+        given = {"base_model": base_model, "license": license_, "language": language, "datasets": dataset}
+        base_metadata: dict[str, Any] = {name: value for name, value in given.items() if value}
+        if example is not None:
+            base_metadata["widget"] = [answered(folder, example)]
         path = write_model_card(folder, base_metadata=base_metadata, repo_id=repo_id, evaluation=evaluation)
     if as_json:
         print_json({}, [path])
@@ -43,11 +59,9 @@ def push(
         str, typer.Argument(metavar="REPO_ID", help="Push to this repository on the Hub, such as user/name.")
     ],
     private: Annotated[bool, typer.Option("--private", help="Make the repository private if it is created.")] = False,
-    dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only show what would be pushed and what would be left out.")
-    ] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only show the files, their size and the card.")] = False,
     as_json: Annotated[
-        bool, json_option("files (their sizes in bytes), left_out, url and commit (null with --dry-run)")
+        bool, json_option("files (their sizes in bytes), bytes, left_out, card, url and commit (null with --dry-run)")
     ] = False,
 ):
     """Push a checkpoint to the Hub, with the code that loads it without attnres installed."""
@@ -57,16 +71,22 @@ def push(
         from ..model_cards.hub import plan_push, push
 
         plan = plan_push(folder, repo_id)
+        sizes = {name: plan.num_bytes(name) for name in sorted(plan.files)}
         if dry_run and not as_json:
-            for name in sorted(plan.files):
-                say(f"Would push {name}, {plan.num_bytes(name):,} bytes")
+            for name, size in sizes.items():
+                say(f"Would push {name}, {size:,} bytes")
+            say(f"In all {len(sizes)} files, {sum(sizes.values()):,} bytes")
         for name in plan.left_out:
             say(f"Left out {name}: it is not part of a checkpoint")
+        if dry_run and not as_json:
+            say(f"\nREADME.md:\n\n{plan.card}")
+            if plan.missing:
+                say(f"The card has no {' and no '.join(plan.missing)}: see `attnres card --help`")
         commit = None if dry_run else push(folder, repo_id, private=private)
     if as_json:
         url, oid = (None, None) if commit is None else (str(commit.repo_url), commit.oid)
-        sizes = {name: plan.num_bytes(name) for name in sorted(plan.files)}
-        print_json({"files": sizes, "left_out": plan.left_out, "url": url, "commit": oid})
+        found = {"files": sizes, "bytes": sum(sizes.values()), "left_out": plan.left_out, "card": plan.card}
+        print_json({**found, "url": url, "commit": oid})
     elif commit is not None:
         say(f"Pushed to {commit.repo_url}, commit {commit.oid}")
 

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 import transformers
-from huggingface_hub import hf_hub_download
+from huggingface_hub import ModelCard, ModelCardData, hf_hub_download
 from huggingface_hub.errors import EntryNotFoundError, LocalEntryNotFoundError
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import is_gguf_available, quantization_config
@@ -92,7 +92,16 @@ class GGUF:
                     self.path.parent, gguf_file=self.path.name, trust_remote_code=False
                 )
                 tokenizer.save_pretrained(folder)
+            self._write_card(folder)
         return replace(open_checkpoint(folder), name=self.name, commit=self.commit)
+
+    def _write_card(self, folder: Path):
+        """Write a card with the licence and languages that the header names, if it names any."""
+        fields = self._reader.fields
+        named = {"license": "general.license", "language": "general.languages"}
+        metadata = {name: fields[key].contents() for name, key in named.items() if key in fields}
+        if metadata:
+            ModelCard(f"---\n{ModelCardData(**metadata).to_yaml()}\n---\n").save(folder / "README.md")
 
     def _load(self) -> transformers.PreTrainedModel:
         """The model in fp32, with no trace of the file in its config."""

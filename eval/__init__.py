@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Benchmarks of lm-eval on one or more models, paired, with the paper's table beside them.
+"""Benchmarks of lm-eval on one or more models, paired, with the paper's scores for comparison.
 
 - `evaluate.py`: an evaluation from its arguments to its report
 - `benchmarks.py`: suites and tasks; `models.py`: what is evaluated; `harness.py`: one on the other

@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Suites of benchmarks, and the tasks of lm-eval behind each: found, loaded with their data, and set up for a run."""
+"""Suites of benchmarks, and their tasks in lm-eval: found, loaded with their data, and set up for a run."""
 
 import functools
 import logging
@@ -112,7 +112,7 @@ def _runs_code(name: str, manager: TaskManager) -> bool:
 
 
 def in_sandbox(task: Any) -> bool:
-    """Whether a task that runs generated code has it run by our metric, and not by means of its own."""
+    """Whether a task that runs generated code has it run by our metric and by nothing else."""
     functions = [*task._metric_fn_list.values(), task.config.process_results]
     functions = [getattr(function, "__self__", function) for function in functions]  # lm-eval keeps their `__call__`
     return any(
@@ -137,6 +137,10 @@ def load_tasks(benchmark: Benchmark, manager: TaskManager, in_chat: bool = False
     except Exception as error:  # what data sets raise is of many kinds, and none may stop the other benchmarks
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         kind = type(error).__name__
+        if isinstance(error, ModuleNotFoundError):
+            # Errors that tasks raise themselves name the command, and those of an import name the module
+            needed = f"it needs {error.name}: `pip install {error.name}`"
+            raise Unavailable(" ".join(str(error).split()) if error.name is None else needed) from error
         if "gated" in text:
             advice = "accept its terms on the Hub, then `hf auth login`"
         elif "script" in text:
@@ -145,12 +149,12 @@ def load_tasks(benchmark: Benchmark, manager: TaskManager, in_chat: bool = False
             advice = "fetch it where there is internet, or pass `--data-root`"
         else:
             advice = "look at the data set, or pass `--data-root`"
-        raise Unavailable(f"{text} To mend it: {advice}.") from error
+        raise Unavailable(f"{text} What to do: {advice}.") from error
     for task in tasks:
         if task.config.task.startswith("cruxeval"):
             put_into_sandbox(task)
         if getattr(task, "UNSAFE_CODE", False) and not in_sandbox(task):
-            raise Unavailable(f"`{task.config.task}` runs generated code by means of its own, outside of the sandbox.")
+            raise Unavailable(f"`{task.config.task}` runs generated code itself, outside of the sandbox.")
         if in_chat:
             try:
                 take_programs_from_chat(task)

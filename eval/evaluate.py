@@ -44,27 +44,27 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate models on a suite or on tasks of lm-eval, and compare all of them with the first one.
 
-    What is finished is saved at once; a later call with the same output folder goes on from there.
+    Every finished benchmark is saved at once, and a later call with the same output folder resumes after it.
 
     Args:
         models: folders or Hub ids.
         output: folder for samples, `results.json`, `table.md` and the plots.
         suite: `paper`, `core`, `chat`, `quick`, `offline` or a YAML file with rows like theirs.
-        tasks: names of tasks of lm-eval, in place of a suite or beside it.
-        options: what decides scores, beside the models.
+        tasks: names of tasks of lm-eval, in place of a suite or in addition to it.
+        options: what scores depend on, besides the models.
         settings: the fields of [`EvalSettings`], such as `device` and `batch_size`.
 
     Returns:
         The content of `results.json`.
 
     Raises:
-        ValueError, OSError: for what does not exist or contradicts itself, before any model is loaded.
-        TypeError: for a setting that there is not.
+        ValueError, OSError: if something does not exist or contradicts itself, before any model is loaded.
+        TypeError: for an unknown setting.
     """
     run_with = EvalSettings(**settings)
     models, options = described_models(models), options or EvalOptions()
     if suite is not None:
-        load_suite(suite)  # whose mistakes are told before lm-eval's thousands of files are read
+        load_suite(suite)  # to report its mistakes before lm-eval's thousands of files are read
     manager = task_manager(None if run_with.include_path is None else Path(run_with.include_path).absolute())
     benchmarks = benchmarks_to_run(suite, tasks, manager)
     run_with = replace(run_with, device=run_with.device or default_device())
@@ -108,7 +108,7 @@ def benchmarks_to_run(suite: str | Path | None, tasks: list[str] | None, manager
         raise ValueError("There is nothing to evaluate on: give a suite or tasks.")
     names = [benchmark.name for benchmark in benchmarks]
     if len(set(names)) < len(names):
-        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` is there twice.")
+        raise ValueError(f"`{next(name for name in names if names.count(name) > 1)}` is named twice.")
     return [with_code_execution_marked(benchmark, manager) for benchmark in benchmarks]
 
 
@@ -117,10 +117,12 @@ def check_options(options: EvalOptions, settings: EvalSettings):
     if settings.data_root is not None and not Path(settings.data_root).is_dir():
         raise ValueError(f"`data_root={str(settings.data_root)!r}` is no folder.")
     if options.backend not in ("hf", "vllm"):
-        raise ValueError(f"`backend={options.backend!r}` is neither hf nor vllm.")
+        raise ValueError(f"`backend={options.backend!r}` should be hf or vllm.")
     if options.dtype != "auto" and not is_dtype(options.dtype):
-        raise ValueError(f"`dtype={options.dtype!r}` is none of torch's; it is auto, float32, bfloat16 or the like.")
-    check_device(str(settings.device), "is not there")
+        raise ValueError(
+            f"`dtype={options.dtype!r}` is not a dtype of torch. Use auto, float32, bfloat16 or another one."
+        )
+    check_device(str(settings.device), "is not available")
 
 
 def check_chat_templates(models: list[EvalModel], options: EvalOptions, benchmarks: list[Benchmark]):

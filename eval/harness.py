@@ -22,6 +22,7 @@ from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 from transformers import set_seed
 
+from ..utils.devices import hardware
 from .benchmarks import Benchmark, Unavailable, load_tasks, prepare_tasks
 from .models import EvalModel, EvalOptions, load_model
 from .sandbox import UNUSABLE
@@ -273,13 +274,14 @@ def run_and_save(
 
 
 def facts_of(lm: LM, benchmark: Benchmark, options: EvalOptions, settings: EvalSettings) -> dict[str, Any]:
-    """What a benchmark is answered with, beside what decides the scores."""
+    """What a report says of a run besides its options: command, hardware, dtype and so on."""
     template = None
     if in_chat(benchmark, options):
         template = hashlib.sha256((lm.chat_template(True) or "").encode()).hexdigest()
     return {
         "command": settings.command,
         "device": settings.device,
+        "hardware": hardware(str(settings.device)),
         "dtype": str(getattr(getattr(lm, "model", None), "dtype", options.dtype)).removeprefix("torch."),
         "batch_size": settings.batch_size,
         "python": platform.python_version(),

@@ -21,7 +21,7 @@ from ..utils.untrusted import check_folder, stranger_errors_explained
 
 @dataclass(frozen=True)
 class EvalOptions:
-    """What decides scores, beside the model. `evaluate` fills in the digests of the folders that it is given, and the
+    """What scores depend on, besides the model. `evaluate` fills in the digests of its folders, and the
     number of processes: lm-eval draws examples from one stream in each.
     """
 

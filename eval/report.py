@@ -14,6 +14,7 @@
 """
 
 import json
+import math
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -40,10 +41,13 @@ from .statistics import compare, holm, score
 SCHEMA = 2
 NAMES = ("results.json", "table.md", "differences.png", "differences.svg")
 
-LEGEND = """\
-Scores in percent ± standard error; differences with the paired bootstrap's 95 % interval; p of McNemar's exact test
-where scores are 0 or 1, else of a paired permutation test; * below 0.05 after Holm's correction over the rows. The
-paper's models are its 48B ones, not those compared here, and the numbers of examples in the prompt are ours."""
+# Scores of these are not lm-eval's figure itself: a document counts by how likely one of its words or bytes is
+LIKELIHOODS = {
+    "bits_per_byte": "2^-bits_per_byte",
+    "byte_perplexity": "1/byte_perplexity",
+    "word_perplexity": "1/word_perplexity",
+    "perplexity": "1/perplexity",
+}
 
 
 def summarize(
@@ -101,26 +105,9 @@ def model_names(models: list[EvalModel]) -> list[str]:
 
 
 def table(results: dict[str, Any]) -> str:
-    """`table.md`: the paper's columns beside ours."""
-    names = [escaped(model["name"]) for model in results["models"]]
-    lines = []
-    header = ["benchmark", "examples", "documents", *names]
-    header += [f"{name} - {names[0]}" for name in names[1:]] + [f"p, {name}" for name in names[1:]]
-    header += ["paper: PreNorm", "paper: AttnRes"]
-    lines += ["| " + " | ".join(header) + " |", "|---" * len(header) + "|"]
-    for row in results["rows"]:
-        shots = sorted(set(row["num_fewshot"].values()))
-        cells = [escaped(row["benchmark"]["name"]), "/".join(map(escaped, shots)), escaped(row["num_documents"])]
-        cells += [f"{100 * value:.1f} ± {100 * error:.1f}" for value, error in row["scores"]]
-        for comparison in row["comparisons"]:
-            low, high = comparison["interval"]
-            cells.append(f"{100 * comparison['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})")
-        for comparison in row["comparisons"]:
-            star = " *" if comparison["p_holm"] < 0.05 else ""
-            cells.append(f"{comparison['p_value']:.2g}{star}")
-        cells += [f"{figure:.1f}" for figure in row["benchmark"]["paper"] or ()] or ["", ""]
-        lines.append("| " + " | ".join(cells) + " |")
-    lines += ["", LEGEND]
+    """`table.md`: scores and differences, the paper's if a benchmark has them, and the settings."""
+    lines = _columns(results) if results["rows"] else ["No benchmark was run."]
+    lines += ["", *settings(results), *legend(results)] if results["rows"] else [""]
     lines += [f"- {sentence(figures)}" for figures in bits_per_byte(results)]
     lines += [f"- {sentence(warning)}" for warning in answer_warnings(results)]
     licenses = {row["benchmark"]["name"]: row["benchmark"].get("license") for row in results["rows"]}
@@ -128,6 +115,92 @@ def table(results: dict[str, Any]) -> str:
     lines += [f"- Licence of {sentence(name)}: {sentence(license)}" for name, license in licenses.items()]
     lines += [f"- {sentence(name)} was skipped: {sentence(reason)}" for name, reason in results["skipped"].items()]
     return "\n".join(lines) + "\n"
+
+
+def _columns(results: dict[str, Any]) -> list[str]:
+    """The table itself, line by line; a column in which nothing would be is left out."""
+    names, rows = [model["name"] for model in results["models"]], results["rows"]
+    shots = ["/".join(sorted({str(number) for number in row["num_fewshot"].values()})) for row in rows]
+    columns: list[tuple[str, list]] = [
+        ("benchmark", [row["benchmark"]["name"] for row in rows]),
+        ("metric", [metric_name(row) for row in rows]),
+        ("examples", shots if len(set(shots)) > 1 else []),
+        ("documents", [row["num_documents"] for row in rows]),
+    ]
+    columns += [(name, [in_percent(*row["scores"][i]) for row in rows]) for i, name in enumerate(names)]
+    for i, name in enumerate(names[1:]):
+        comparisons = [row["comparisons"][i] for row in rows]
+        columns.append((f"{name} - {names[0]}", [with_interval(comparison) for comparison in comparisons]))
+        stars = [" *" if comparison["p_holm"] < 0.05 else "" for comparison in comparisons]
+        p_values = [f"{comparison['p_value']:.2g}{star}" for comparison, star in zip(comparisons, stars)]
+        columns.append(("p" if len(names) == 2 else f"p, {name}", p_values))
+    papers = [row["benchmark"]["paper"] for row in rows]
+    for i, kind in enumerate(("PreNorm", "AttnRes")):
+        figures = ["" if paper is None else f"{paper[i]:.1f}" for paper in papers]
+        columns.append((f"paper: {kind}", figures if any(figures) else []))
+    columns = [(header, column) for header, column in columns if column]
+    lines = [[header for header, _ in columns], *zip(*(column for _, column in columns))]
+    lines = ["| " + " | ".join(map(escaped, cells)) + " |" for cells in lines]
+    return [lines[0], "|---" * len(columns) + "|", *lines[1:]]
+
+
+def metric_name(row: dict[str, Any]) -> str:
+    """What the score of a row is: lm-eval's name, with its filter if the row has one."""
+    metric, chosen = LIKELIHOODS.get(row["metric"], row["metric"]), row["filter"]
+    return metric if chosen == "none" else f"{metric}, {chosen}"
+
+
+def in_percent(score: float, error: float) -> str:
+    """A score with its standard error, which a single document does not have."""
+    return f"{100 * score:.1f}" + ("" if math.isnan(error) else f" ± {100 * error:.1f}")
+
+
+def with_interval(comparison: dict[str, Any]) -> str:
+    """A difference in percentage points, with its interval, which a single document does not have."""
+    difference = f"{100 * comparison['difference']:+.1f}"
+    low, high = comparison["interval"]
+    return difference if math.isnan(low) else f"{difference} ({100 * low:+.1f} to {100 * high:+.1f})"
+
+
+def settings(results: dict[str, Any]) -> list[str]:
+    """How the scores came about, in a line."""
+    identity = results["models"][0]["identity"]
+    options, runs = identity["options"], [run for row in results["rows"] for of in row["runs"] for run in of]
+    shots = {number for row in results["rows"] for number in row["num_fewshot"].values()}
+
+    def each(name: str) -> str:
+        return "/".join(dict.fromkeys(str(run[name]) for run in runs if run.get(name) is not None))
+
+    limit, tokens = options["limit"], options["max_gen_toks"]
+    parts = [
+        "all documents" if limit is None else f"at most {limit} documents of a task",
+        f"{shots.pop()} examples in the prompt" if len(shots) == 1 else "examples in the prompt as in the table",
+        "prompts as conversations" if options["apply_chat_template"] else "",
+        f"answers of at most {tokens} tokens" if tokens else "",
+        f"{each('dtype')} on {each('hardware') or each('device')}" if runs else "",
+        f"{options['processes']} processes" if options["processes"] > 1 else "",
+        f"batch size {each('batch_size')}" if runs else "",
+        f"seed {options['seed']}",
+        *(f"{name} {version}" for name, version in identity["versions"].items()),
+        f"Python {each('python')}" if runs else "",
+    ]
+    return [f"- Settings: {sentence(', '.join(filter(None, parts)))}"]
+
+
+def legend(results: dict[str, Any]) -> list[str]:
+    """What the columns mean that are there."""
+    lines = ["- Scores are percentages, with standard errors"]
+    if len(results["models"]) > 1:
+        lines += [
+            "- Differences are percentage points, with 95 % intervals of a paired bootstrap",
+            "- p is that of McNemar's exact test if all scores are 0 or 1, otherwise of a paired permutation test",
+            "- \\* marks p below 0.05 after Holm's correction over the rows",
+        ]
+    if any(row["benchmark"]["paper"] for row in results["rows"]):
+        lines.append("- The paper's models have 48B parameters, and their numbers of examples are not known")
+    if any(row["metric"] in LIKELIHOODS for row in results["rows"]):
+        lines.append("- Likelihoods of text are means over documents, per word or byte, as the metric says")
+    return lines
 
 
 def answer_warnings(results: dict[str, Any]) -> list[str]:
@@ -175,13 +248,12 @@ def bits_per_byte(results: dict[str, Any]) -> list[str]:
 def scores(results: dict[str, Any]) -> Table:
     """What fits a terminal of an evaluation; `table.md` has the rest."""
     names = [model["name"] for model in results["models"]]
-    table = Table("", *names, *(f"{name} - {names[0]}" for name in names[1:]), title="Scores in percent")
+    table = Table("", "metric", *names, *(f"{name} - {names[0]}" for name in names[1:]), title="Scores in percent")
     for row in results["rows"]:
-        cells = [f"{100 * score:.1f} ± {100 * error:.1f}" for score, error in row["scores"]]
-        for comparison in row["comparisons"]:
-            low, high = comparison["interval"]
-            cells.append(f"{100 * comparison['difference']:+.1f} ({100 * low:+.1f} to {100 * high:+.1f})")
-        table.add_row(row["benchmark"]["name"], *cells)
+        cells = [in_percent(*of_model) for of_model in row["scores"]]
+        table.add_row(
+            row["benchmark"]["name"], metric_name(row), *cells, *(with_interval(found) for found in row["comparisons"])
+        )
     return table
 
 
@@ -208,12 +280,14 @@ def forest_plot(results: dict[str, Any], output: Path) -> list[Path]:
         ys, differences = zip(*((y, after - before) for y, (before, after) in papers))
         axes.plot(differences, ys, "|", color="#555555", markersize=12, markeredgewidth=1.6, label="paper (48B)")
     axes.axvline(0, color="#999999", linewidth=1)
-    low, high = axes.get_xlim()
-    axes.set_xlim(min(low, -1), max(high, 1))  # differences of rounding shall look like none
+    # Zero in the middle, and differences of rounding look like none
+    widest = max(1, *map(abs, axes.get_xlim()))
+    axes.set_xlim(-widest, widest)
     labels = [figure_text(f"{row['benchmark']['name']} (n={row['num_documents']})") for row in rows]
     axes.set_yticks(range(len(rows)), labels)
     axes.set_ylim(len(rows) - 0.5, -0.5)
-    axes.set_xlabel(f"difference to {figure_text(names[0]).strip()} in percentage points, 95 % interval")
+    axes.set_xlabel(f"score minus that of {figure_text(names[0]).strip()}, percentage points, 95 % intervals")
+    axes.grid(axis="x", alpha=0.25)
     figure.legend(loc="outside lower center", ncols=3, frameon=False, title="filled: p < 0.05 after Holm's correction")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.tick_params(axis="y", length=0)
@@ -230,7 +304,7 @@ def write(results: dict[str, Any], output: Path) -> list[Path]:
 
 
 def model_index(folder: Path, name: str, fingerprint: str) -> list[EvalResult]:
-    """What the Hub shows of an evaluation beside a model: one entry for each benchmark, in percent.
+    """What the Hub shows of an evaluation on the page of a model: an entry for each benchmark.
 
     Args:
         folder: of `attnres eval`.
@@ -255,10 +329,18 @@ def model_index(folder: Path, name: str, fingerprint: str) -> list[EvalResult]:
             dataset_type=row["benchmark"]["tasks"][0],
             dataset_name=f"{row['benchmark']['name']} ({max(row['num_fewshot'].values())}-shot)",
             metric_type=row["metric"],
-            metric_value=round(100 * row["scores"][index][0], 2),
+            metric_value=_published(row, index),
         )
         for row in results["rows"]
+        if _published(row, index) is not None
     ]
+
+
+def _published(row: dict[str, Any], index: int) -> float | None:
+    """The figure that the metric of a row names: a percentage, bits, or nothing of a perplexity, which is not kept."""
+    if row["metric"] == "bits_per_byte":
+        return round(row["bits_per_byte"][index], 4)
+    return None if row["metric"] in LIKELIHOODS else round(100 * row["scores"][index][0], 2)
 
 
 def read(folder: Path) -> dict[str, Any]:
@@ -278,7 +360,7 @@ def read(folder: Path) -> dict[str, Any]:
             table(results)  # which needs most of it
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:
         reason = f"{type(error).__name__}: {error}"
-        raise ValueError(f"`{path}` is damaged ({reason}); `attnres eval` writes it anew from the samples.") from None
+        raise ValueError(f"`{path}` is damaged ({reason}); `attnres eval` writes it again from the samples.") from None
     if schema is None:
         raise ValueError(f"`{path}` is not from `attnres eval`.")
     if schema != SCHEMA:
@@ -299,7 +381,7 @@ def keep_what_is_not_ours(folder: Path):
 
 
 def rebuild(folder: Path) -> list[Path]:
-    """Write tables and plots anew from the `results.json` in a folder; errors as for `read`."""
+    """Write tables and plots again from the `results.json` in a folder; errors as for `read`."""
     results = read(folder)
     with output_folder(folder):
         return write(results, folder)

@@ -1,7 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What evaluations leave in their output folder: one writes there at a time, and nothing damaged is believed.
 
-In `models/` every model has a folder of its own, named after it and after a hash of all that decides its scores: the
+In `models/` there is a folder for every model, named after it and after a hash of all that its scores depend on: the
 checkpoint's fingerprint or commit, adapter, options and the versions of the libraries. A finished benchmark is two
 files there: its samples, and then its summary, by which a later run knows that it is done. What an unfinished one has
 answered so far is a file beside them.

@@ -14,8 +14,8 @@ from .measure import measure
 class DepthMapCallback(TrainerCallback):
     """Logs heat map and profiles at every evaluation, always of the same few windows.
 
-    They go to `output_dir/runs/depth`, a run of its own for TensorBoard. A model that is no AttnRes model is an error
-    at the first evaluation.
+    They go to `output_dir/runs/depth`, which TensorBoard shows as a separate run. For a model that is not an AttnRes
+    one, the first evaluation raises an error.
 
     Args:
         windows: token ids, `[windows, length]`.

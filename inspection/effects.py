@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""What moves the loss: gradients over depth, and what a source is worth at a site, for weight is not importance."""
+"""What moves the loss: gradients over depth, and the effect of masking a source, as a weight is not its importance."""
 
 import torch
 from rich.progress import track
@@ -17,7 +17,7 @@ def summed_loss(model: nn.Module, ids: torch.Tensor, recorder: DepthRecorder, nu
 
 
 def gradient_rms(model: nn.Module, windows: torch.Tensor, *, name: str = "model", batch_size: int = 4) -> list[float]:
-    """How large the gradient is that every sublayer gets, over tokens and hidden dimensions.
+    """The size of the gradient of every sublayer's output, over tokens and hidden dimensions.
 
     It is that of the summed loss with respect to what the sublayer adds to the residual stream, so that it does not
     depend on the number of tokens. A PreNorm model is measured at the same places, and at zero queries, where both are

@@ -13,7 +13,8 @@ import numpy as np  # noqa: E402
 from matplotlib.axes import Axes  # noqa: E402
 from matplotlib.colors import Colormap, Normalize, PowerNorm, SymLogNorm  # noqa: E402
 from matplotlib.figure import Figure  # noqa: E402
-from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator  # noqa: E402
+from matplotlib.image import AxesImage  # noqa: E402
+from matplotlib.ticker import LogLocator, MaxNLocator, NullLocator, StrMethodFormatter  # noqa: E402
 
 from ..utils.figures import write_figure  # noqa: E402
 from ..utils.markup import figure_text  # noqa: E402
@@ -46,21 +47,30 @@ def _matrix(statistics: DepthStatistics, rows: list[list[float | None]]) -> np.n
 
 def heat_map(statistics: list[DepthStatistics]) -> Figure:
     """Mean weights, site by source: one panel for a model and, for two, their difference."""
-    # Most weights are small; the root tells them apart, and the colour bar tells of the root
-    norm = PowerNorm(0.5, vmin=0, vmax=1)
+    norm = _weight_norm([site.weights for of_model in statistics for site in of_model.sites])
     panels = [(of_model.model, of_model, weight_matrix(of_model), "viridis", norm) for of_model in statistics]
     if len(panels) == 2 and panels[0][2].shape == panels[1][2].shape:
         difference = panels[1][2] - panels[0][2]
         largest = max(np.nanmax(np.abs(difference)), 1e-3)
-        title = f"{statistics[1].model}\nless {statistics[0].model}"
+        title = f"{statistics[1].model}\nminus {statistics[0].model}"
         panels.append((title, statistics[1], difference, "PuOr", Normalize(-largest, largest)))
     return _heat_maps(panels, "mean weight")
+
+
+def _weight_norm(reads: list[list[float]]) -> Normalize:
+    """From the smallest to the largest weight of reads that have a choice: a single source always has weight 1.
+
+    Most weights are small, and their roots are easier to tell apart.
+    """
+    weights = [weight for read in reads if len(read) > 1 for weight in read]
+    low, high = min(weights), max(weights)
+    return PowerNorm(0.5, vmin=low if high - low > 1e-6 else 0, vmax=high)
 
 
 def heads_map(statistics: list[DepthStatistics]) -> Figure:
     """Mean weights of every head side by side, for a model with several."""
     (of_model,) = [of_model for of_model in statistics if of_model.sites[0].heads is not None][-1:]
-    norm = PowerNorm(0.5, vmin=0, vmax=1)
+    norm = _weight_norm([weights for site in of_model.sites for weights in site.heads or []])
     num_heads = len(of_model.sites[0].heads or [])
     matrices = [_matrix(of_model, [(site.heads or [])[head] for site in of_model.sites]) for head in range(num_heads)]
     agreement = np.mean([site.head_agreement for site in of_model.sites if len(site.weights) > 1])
@@ -70,7 +80,7 @@ def heads_map(statistics: list[DepthStatistics]) -> Figure:
 
 
 def ablation_map(statistics: list[DepthStatistics]) -> Figure:
-    """What masking a source out at a site does to the loss, one panel for a model."""
+    """By how much the loss rises when a source is masked out at a site, one panel for a model."""
     matrices = [ablation_matrix(of_model) for of_model in statistics]
     largest = max(max(np.nanmax(np.abs(matrix)) for matrix in matrices), 1e-6)
     # A few sources are worth a hundred times the others: linear around zero, logarithmic beyond
@@ -82,66 +92,56 @@ def ablation_map(statistics: list[DepthStatistics]) -> Figure:
 def _heat_maps(panels: list[tuple[str, DepthStatistics, np.ndarray, str | Colormap, Normalize]], unit: str) -> Figure:
     num_sites, num_sources = panels[0][2].shape
     size = (min(5.6, 2.8 + 0.11 * num_sources), min(7.0, 2.6 + 0.09 * num_sites))
+    # Ten characters of a title are 0.85 inches, and titles need room between them
+    width = int((size[0] - 0.8) / 0.085)
+    titles = ["\n".join(part for line in title.split("\n") for part in wrap(line, width)) for title, *_ in panels]
+    height = size[1] + 0.16 * max(title.count("\n") for title in titles)
     figure, axes = plt.subplots(
-        1, len(panels), figsize=(size[0] * len(panels), size[1]), squeeze=False, layout="constrained"
+        1, len(panels), figsize=(size[0] * len(panels), height), squeeze=False, layout="constrained"
     )
-    for axis, (title, of_model, matrix, colours, norm) in zip(axes[0], panels):
+    images: dict[Normalize, tuple[AxesImage, list[Axes]]] = {}
+    for axis, title, (_, of_model, matrix, colours, norm) in zip(axes[0], titles, panels):
         axis.set_facecolor(NO_SOURCE)
         image = axis.imshow(matrix, aspect="auto", cmap=colours, norm=norm, interpolation="nearest")
         if of_model.block_size > 1:
             for boundary in range(of_model.block_size, len(matrix), of_model.block_size):
                 axis.axhline(boundary - 0.5, color="black", linewidth=0.8)
                 axis.axhline(boundary - 0.5, color="white", linewidth=0.8, linestyle=(0, (3, 3)))
-        # ten characters of this size are 0.85 inches
-        lines = [part for line in title.split("\n") for part in wrap(line, int(size[0] / 0.085))]
-        _label_heat_map(axis, of_model, "\n".join(map(figure_text, lines)))
-        figure.colorbar(image, ax=axis, label=unit, fraction=0.08, aspect=30)
+        _label_heat_map(axis, of_model, "\n".join(map(figure_text, title.split("\n"))))
+        images.setdefault(norm, (image, []))[1].append(axis)
+    for norm, (image, of_norm) in images.items():  # a bar for all panels that share its colours
+        bar = figure.colorbar(image, ax=of_norm, label=unit, fraction=0.08, aspect=30)
+        if isinstance(norm, PowerNorm):  # at equal distances, so that both ends have one
+            bar.set_ticks(norm.inverse(np.linspace(0, 1, 6)))
+            bar.formatter = StrMethodFormatter("{x:.3g}")
     return figure
 
 
 def _label_heat_map(axis: Axes, statistics: DepthStatistics, title: str):
-    axis.set_title(figure_text(title), fontsize=10)
+    axis.set_title(title, fontsize=10)
     axis.set_xlabel(f"source: E embedding, then {'blocks' if statistics.block_size > 1 else 'sublayers'}")
     alternating = all(site.kind in (("attention", "mlp")[site.site % 2], "final") for site in statistics.sites)
-    axis.set_ylabel("site (even: attention, odd: MLP)" if alternating else "site")
+    axis.set_ylabel("site\n(2n: attention of layer n, 2n + 1: its MLP)" if alternating else "site", fontsize=9)
     axis.xaxis.set_major_locator(MaxNLocator(12, integer=True))
     axis.yaxis.set_major_locator(MaxNLocator(12, integer=True))
     axis.xaxis.set_major_formatter(lambda place, _: "E" if place == 0 else f"{place:.0f}")
 
 
 def profiles(statistics: list[DepthStatistics]) -> Figure:
-    """Over the depth of sites, a row for a model: entropy, weight of the embedding and of the newest source, sizes."""
+    """Over the depth of sites, a row for a model: entropy, weight of the newest source and of the embedding, sizes."""
     has_gradients = any(of_model.sites[0].gradient_rms is not None for of_model in statistics)
-    columns = 4 if has_gradients else 3
+    columns = 5 if has_gradients else 4
     figure, axes = plt.subplots(
         len(statistics),
         columns,
-        figsize=(3.6 * columns, 0.3 + 3.0 * len(statistics)),
+        figsize=(3.3 * columns, 0.7 + 2.9 * len(statistics)),
         squeeze=False,
         layout="constrained",
         sharey="col",
     )
     for row, of_model in zip(axes, statistics):
-        sites = of_model.sites
-        for kind, label, colour in KINDS:
-            of_kind = [site for site in sites if site.kind == kind]
-            several = [site for site in of_kind if len(site.weights) > 1]
-            _line(row[0], several, "relative_entropy", f"before {label}", colour, marker="o")
-            _line(row[1], several, "predecessor_weight", f"newest, {label}", colour, marker="o")
-            _line(row[1], several, "embedding_weight", f"embedding, {label}", colour, linestyle=":")
-            if has_gradients:
-                _line(row[3], of_kind, "gradient_rms", f"of {label}", colour, marker="o")
-        _line(row[2], sites, "rms", "what is read", READ, marker="o")
-        if sites[0].stream_rms is not None:
-            _line(row[2], sites, "stream_rms", "PreNorm stream", "black", linestyle="--")
-        if has_gradients and sites[0].base_gradient_rms is not None:
-            _line(row[3], sites[:-1], "base_gradient_rms", "PreNorm base", "black", linestyle="--")
-        row[0].set(title="entropy / its maximum", ylim=(0, 1.05), ylabel=figure_text(of_model.model))
-        row[1].set(title="weight of a source", ylim=(0, 1.05))
-        row[2].set(title="hidden states, RMS", yscale="log")
-        if has_gradients:
-            row[3].set(title="gradient of what is written, RMS", yscale="log")
-        for axis in row[2:]:
+        _draw_profiles(row, of_model)
+        for axis in row[3:]:
             low, high = axis.get_ylim()
             # Less than a decade may hold no round number of a logarithmic scale
             axis.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 10 * low else MaxNLocator(5))
@@ -149,7 +149,40 @@ def profiles(statistics: list[DepthStatistics]) -> Figure:
             axis.yaxis.set_minor_locator(NullLocator())
         for axis in row:
             _finish(axis, of_model)
+        row[0].set_ylabel("\n".join(figure_text(line) for line in wrap(of_model.model, 30)), fontsize=11)
+    for axis in axes[0, 1:3]:  # once all rows are drawn, which share the axis
+        axis.set_ylim(bottom=0)
+    for column in axes.T:
+        lines = {line.get_label(): line for axis in column for line in axis.get_legend_handles_labels()[0]}
+        if lines:  # below all rows, where it hides nothing
+            column[-1].legend(
+                handles=list(lines.values()), frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.2)
+            )
     return figure
+
+
+def _draw_profiles(row: np.ndarray, of_model: DepthStatistics):
+    """Draw the lines of a model on its axes, `[columns]`."""
+    sites = of_model.sites
+    has_gradients = len(row) > 4
+    for kind, label, colour in KINDS:
+        of_kind = [site for site in sites if site.kind == kind]
+        several = [site for site in of_kind if len(site.weights) > 1]
+        for axis, field in zip(row, ("relative_entropy", "predecessor_weight", "embedding_weight")):
+            _line(axis, several, field, f"before {label}", colour, marker="o")
+        if has_gradients:
+            _line(row[4], of_kind, "gradient_rms", f"of {label}", colour, marker="o")
+    _line(row[3], sites, "rms", "result of the read", READ, marker="o")
+    if sites[0].stream_rms is not None:
+        _line(row[3], sites, "stream_rms", "PreNorm stream", "black", linestyle="--")
+    if has_gradients and sites[0].base_gradient_rms is not None:
+        _line(row[4], sites[:-1], "base_gradient_rms", "PreNorm base", "black", linestyle="--")
+    row[0].set(title="entropy, fraction of its maximum", ylim=(0, 1.05))
+    row[1].set_title("weight of the newest source")
+    row[2].set_title("weight of the embedding")
+    row[3].set(title="hidden states, RMS", yscale="log")
+    if has_gradients:
+        row[4].set(title="gradient of outputs, RMS", yscale="log")
 
 
 def _line(axis: Axes, sites: list, field: str, label: str, colour: str, **kwargs):
@@ -170,8 +203,6 @@ def _finish(axis: Axes, statistics: DepthStatistics):
     axis.xaxis.set_major_locator(MaxNLocator(8, integer=True))
     axis.set_xlabel("site")
     axis.title.set_fontsize(10)
-    if axis.lines:
-        axis.legend(frameon=False, fontsize=8)
     axis.spines[["top", "right"]].set_visible(False)
     axis.grid(axis="y", alpha=0.25)
     axis.tick_params(labelleft=True)

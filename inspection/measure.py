@@ -16,7 +16,7 @@ from ..depth.definition import mix_by_definition, num_sources
 from ..depth.stream import DepthRecorder, DepthStream
 
 
-SMALL = 0.01  # a weight below is as good as none
+SMALL = 0.01  # a weight below this is almost none
 
 
 @dataclass
@@ -29,22 +29,22 @@ class SiteStatistics:
         layer: number of the layer; that of the last one for the final read.
         sources: what is read: `embedding`, `block 1` ... and `partial`, the open block.
         weights: mean weight of each source, also over heads; they sum to 1 if they are those of a softmax.
-        entropy, relative_entropy: mean entropy of the weights, as parts of their sum, in nats, and as a part of its
-            largest value (1 with a single source).
-        effective_sources: mean of exp(entropy): over so many sources the weights are spread.
-        small_weights: part of the weights below 0.01.
+        entropy, relative_entropy: mean entropy of the weights (divided by their sum), in nats, and as a fraction of
+            its largest value; 1 with a single source.
+        effective_sources: mean of exp(entropy), the number of sources over which the weights are spread.
+        small_weights: fraction of the weights below 0.01.
         embedding_weight, predecessor_weight: mean weight of the first and of the newest source.
-        distance: mean number of sources between the newest one and what is read.
-        rms: root mean square of what is read, over tokens and hidden dimensions.
+        distance: mean number of sources between the newest one and the one that is read.
+        rms: root mean square of the result of the read, over tokens and hidden dimensions.
         stream_rms: of the residual stream of the PreNorm model at the same place, where there is one.
-        gradient_rms: of the gradient that the loss gives to what the sublayer behind this read writes, see
+        gradient_rms: of the gradient of the loss with respect to the output of the sublayer that this read feeds, see
             `gradient_rms`; none for the final read, or if it was not asked for.
         base_gradient_rms: the same in the PreNorm model.
         ablation: by how much the loss rises if a source is masked out here, see `ablate`; none where it is the only
             source, or if it was not asked for.
         heads: by head, the mean weight of each source; none of a single head.
-        head_agreement: how much two heads have in common, the sum over sources of the smaller of their weights, as
-            parts of their sums: mean over tokens and pairs of heads. 1 if all read alike; none of a single head.
+        head_agreement: overlap of two heads, the sum over sources of the smaller of their weights (divided by their
+            sums): mean over tokens and pairs of heads. 1 if all heads read the same; none of a single head.
     """
 
     site: int
@@ -93,6 +93,7 @@ class DepthStatistics:
         num_tokens: how much of it.
         sites: read by read, in the order of depth. A base whose attention and MLP share a read has none in between.
         excerpt: the beginning of the text, token by token; none if only means were taken.
+        zero_queries: whether all queries are zero, and all sources of a read get the same weight.
         fingerprint, commit: of the checkpoint, a hash over a folder's files or the commit on the Hub, see
             `attnres.checkpoints.fingerprint`; none of a model in memory.
     """
@@ -105,6 +106,7 @@ class DepthStatistics:
     num_tokens: int
     sites: list[SiteStatistics]
     excerpt: Excerpt | None = None
+    zero_queries: bool = False
     fingerprint: str | None = None
     commit: str | None = None
 
@@ -251,6 +253,7 @@ def measure(
         text=text,
         num_tokens=windows.numel(),
         sites=[_site_statistics(site, of_site, config, has_stream) for site, of_site in sorted(sums.items())],
+        zero_queries=zero_queries,
     )
 
 
@@ -265,7 +268,7 @@ def _run_and_square(trunk: nn.Module, ids: torch.Tensor, num_sites: int) -> dict
 def check_is_attnres(config: PreTrainedConfig, name: str):
     if config.model_type == "attnres_multimodal":
         raise ValueError(
-            f"`{name}` is a multimodal model, and text alone is not what it reads: call it with"
+            f"`{name}` is a multimodal model, which does not read text alone: call it with"
             " `output_depth_attentions=True` on your own inputs."
         )
     if config.model_type != "attnres":

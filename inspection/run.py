@@ -2,6 +2,7 @@
 """One inspection: everything is checked, models are measured one after the other, then all is drawn and written."""
 
 import json
+import re
 import tempfile
 from dataclasses import asdict, dataclass
 from importlib.util import find_spec
@@ -37,6 +38,7 @@ def inspect(
     models: list[str],
     output: str | Path,
     *,
+    names: list[str] | None = None,
     base: str | None = None,
     gradients: bool = False,
     ablation: bool = False,
@@ -49,7 +51,8 @@ def inspect(
 
     Args:
         models: folders or Hub ids of AttnRes checkpoints.
-        base: PreNorm checkpoint whose residual stream and gradients are drawn beside.
+        names: what to call the models in pictures, see `model_names` for the default.
+        base: PreNorm checkpoint whose residual stream and gradients are drawn for comparison.
         gradients: measure gradients as well, on the same text.
         ablation: measure what each source is worth at each site, on the first 512 tokens.
         batch_size: windows at a time.
@@ -62,18 +65,21 @@ def inspect(
         `DepthStatistics` with its `SiteStatistics` and its `Excerpt`, field by field.
 
     Raises:
-        ValueError, OSError: for what is not there, does not go together or is no AttnRes checkpoint, before a model
-            is loaded.
-        TypeError: for a keyword that there is not.
+        ValueError, OSError: if something is missing, contradicts itself or is not an AttnRes checkpoint, before a
+            model is loaded.
+        TypeError: for an unknown keyword.
     """
     read = TextToRead(**text_to_read)
     check_request(models, output, read)
+    names = model_names(models) if names is None else names
+    if len(names) != len(models):
+        raise ValueError(f"`names={names!r}` should hold a name for each of the {len(models)} models.")
     device = device or default_device()
-    check_device(device, "is not to be had")
+    check_device(device, "is not available")
     if dtype != "auto" and not is_dtype(dtype):
-        raise ValueError(f"`dtype={dtype!r}` is no type of torch; there are float32, bfloat16, float16 and auto.")
+        raise ValueError(f"`dtype={dtype!r}` is not a dtype of torch. Use float32, bfloat16, float16 or auto.")
     commits = [hub_commit(path) for path in models]  # of all, before any is read
-    inspected = [found_model(path, commit) for path, commit in zip(models, commits)]
+    inspected = [found_model(path, name, commit) for path, name, commit in zip(models, names, commits)]
     if base is not None:
         check_base(base, inspected)
     for model in inspected:
@@ -105,14 +111,11 @@ class InspectedModel:
     """A checkpoint that is to be measured: a folder as it was when it was found, or a commit on the Hub."""
 
     path: str
+    name: str
     commit: str | None
     fingerprint: str | None
     config: AttnResConfig
     windows: torch.Tensor | None = None  # token ids, `[windows, length]`
-
-    @property
-    def name(self) -> str:
-        return "/".join(Path(self.path).absolute().parts[-2:]) if Path(self.path).exists() else self.path
 
     def tokenizer(self) -> PreTrainedTokenizerBase:
         return load_tokenizer(self.path, self.commit)
@@ -121,14 +124,14 @@ class InspectedModel:
 def check_request(models: list[str], output: str | Path, read: TextToRead):
     """Raise a `ValueError` for arguments of `inspect` that contradict each other."""
     if not 1 <= len(models) <= 2:
-        raise ValueError(f"One checkpoint can be inspected, or two compared; these are {len(models)}.")
+        raise ValueError(f"`attnres inspect` takes one checkpoint, or two to compare, not {len(models)}.")
     given = [kind for kind in ("text", "file", "dataset") if getattr(read, kind) is not None]
     if len(given) > 1:
-        raise ValueError(f"Give a text, a file or a data set, not {' and '.join(given)}.")
+        raise ValueError(f"Give a text, a file or a data set, not {' and '.join(given)} at once.")
     for name in ("dataset_config", "split"):
         value = getattr(read, name)
         if value is not None and read.dataset is None:
-            raise ValueError(f"`{name}={value!r}` is of a data set: name one with `dataset`.")
+            raise ValueError(f"`{name}={value!r}` needs a data set: name one with `dataset`.")
     if Path(output).is_file():
         raise ValueError(f"`{output}` is a file; name a folder.")
     check_writable(Path(output))
@@ -139,10 +142,10 @@ def check_request(models: list[str], output: str | Path, read: TextToRead):
 
 
 def load_unchanged(model: InspectedModel, dtype: str, device: str) -> nn.Module:
-    """The model, if its files are those that it was found with.
+    """Load the model.
 
     Raises:
-        OSError: if they are not.
+        OSError: if its files have changed since it was found.
     """
     network = _load(model.path, dtype, device, model.commit)
     if model.fingerprint is not None and checkpoint_fingerprint(model.path) != model.fingerprint:
@@ -202,21 +205,38 @@ def write_results(statistics: list[DepthStatistics], output: Path) -> dict[str, 
     return results
 
 
-def found_model(path: str, commit: str | None) -> InspectedModel:
+def model_names(models: list[str]) -> list[str]:
+    """What to call models: Hub ids as they are, and folders by their name.
+
+    A folder called `final` or `checkpoint-100`, as training leaves them, is named after the run that it is in. Folders
+    of the same name are told apart by the folders that they are in.
+    """
+    folders = [Path(model).absolute().parts if Path(model).exists() else (model,) for model in models]
+    shortest = [1 + bool(re.fullmatch(r"final|checkpoint-\d+", parts[-1])) for parts in folders]
+    names: list[str] = []
+    for length in range(max(map(len, folders))):
+        lengths = [max(length, least) for least in shortest]
+        names = ["/".join(parts[-n:]).removesuffix("/final") for parts, n in zip(folders, lengths)]
+        if len(set(names)) == len(names):
+            break
+    return names
+
+
+def found_model(path: str, name: str, commit: str | None) -> InspectedModel:
     """An AttnRes checkpoint, not loaded; errors as for `read_config_dict` and `check_is_attnres`."""
     if commit is None:
         check_folder(path, follow_links=True)
     fingerprint = checkpoint_fingerprint(path) if commit is None else None
     config = load_config(path, commit)
     check_is_attnres(config, path)
-    return InspectedModel(path, commit, fingerprint, config)
+    return InspectedModel(path, name, commit, fingerprint, config)
 
 
 def check_base(base: str, inspected: list[InspectedModel]):
     """Raise a `ValueError` unless it is a PreNorm model of the same size."""
     of_base = load_config(base, hub_commit(base))
     if of_base.model_type == "attnres":
-        raise ValueError(f"`base={base!r}` is an AttnRes model: its PreNorm base is what is drawn beside.")
+        raise ValueError(f"`base={base!r}` is an AttnRes model; name the PreNorm model that it was made from.")
     for model in inspected:
         for field in ("num_hidden_layers", "hidden_size", "vocab_size"):
             of_model = getattr(model.config, field)

@@ -25,7 +25,7 @@ class TextToRead:
             (JSONL, Parquet, text) or a folder of such files.
         dataset_config, split: of a data set on the Hub; by default its split `train`.
         max_tokens: how much to read.
-        length: tokens of a window; less where a model takes no more.
+        length: tokens of a window, or the context of the model if that is shorter.
     """
 
     text: str | None = None
@@ -55,7 +55,7 @@ class TextToRead:
 
 
 def pieces(file: Path) -> Iterator[str]:
-    """A UTF-8 text, bit by bit."""
+    """A UTF-8 text, a piece at a time."""
     try:
         with file.open(encoding="utf-8") as opened:
             yield from iter(lambda: opened.read(PIECE), "")
@@ -64,7 +64,7 @@ def pieces(file: Path) -> Iterator[str]:
 
 
 def read_windows(ids: Iterable[list[int]], max_tokens: int, length: int, source: str) -> torch.Tensor:
-    """The first tokens, `[windows, length]`; what fills no window is left out. A short text is one short window.
+    """The first tokens, `[windows, length]`, without an incomplete last window. A short text is one short window.
 
     Args:
         ids: of text after text; no more of it is read than needed.

@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Model cards of AttnRes checkpoints, from what lies in their folders.
+"""Model cards of AttnRes checkpoints, made from the files in their folders.
 
-`card.md.jinja` is the template. The cards of published checkpoints lie beside it.
+`card.md.jinja` is the template. Cards of some checkpoints are in the same folder.
 """
 
 from collections import Counter
@@ -26,9 +26,10 @@ from ..checkpoints.reports import SourceWeights, VerificationReport
 from ..configuration_attnres import AttnResConfig
 from ..depth.reads import ReadConfig
 from ..utils.files import write_file
-from ..utils.installation import how_to_install
+from ..utils.installation import ADDRESS, how_to_install
 from ..utils.markup import Markdown, code, escaped, plain_markdown, render, sentence
 from ..utils.untrusted import file_inside, in_one_line, parse_json, parse_yaml, read_inside
+from .example import example_in
 
 
 if TYPE_CHECKING:
@@ -43,6 +44,7 @@ PIPELINE_TAGS = {
     "AttnResForQuestionAnswering": "question-answering",
     "AttnResModel": "feature-extraction",
 }
+TAGS = ("attnres", "attention-residuals", "arxiv:2603.15031")
 # In the metadata of a card: what the weights were made from, see `SourceWeights`
 WEIGHTS_ENTRY = "attnres_source_weights"
 # Of the base's metadata, what holds for a conversion of it
@@ -99,7 +101,7 @@ def render_model_card(content: CardContent) -> ModelCard:
     }
     tags = metadata.get("tags") or []
     tags = [tags] if isinstance(tags, str) else tags
-    metadata["tags"] = list(dict.fromkeys([*tags, "attnres", "attention-residuals"]))
+    metadata["tags"] = list(dict.fromkeys([*tags, *TAGS]))
     num_sublayers, size = config.num_sites - 1, config.attn_res_block_size
     counts = config.sublayers_per_layer()
     kinds = "".join("AM" if count == 2 else "S" * count for count in counts)
@@ -120,6 +122,7 @@ def render_model_card(content: CardContent) -> ModelCard:
         metadata,
         base_model=linked_base(metadata),
         is_made_of_other=is_made_of_other,
+        example=example_in(metadata),
         read=sentence(ReadConfig.of(config).in_words()),
         query_norm=norms.max().item(),
         num_trained=norms.count_nonzero().item(),
@@ -144,9 +147,17 @@ def _rendered(template: str, metadata: dict[str, Any], **values: Any) -> ModelCa
             template,
             card_data=card_data,
             how_to_install=lambda *extra: Markdown(how_to_install(*extra)),
+            attnres=Markdown("`attnres`" if ADDRESS is None else f"[`attnres`]({ADDRESS})"),
+            license=_license(metadata),
             **values,
         )
     )
+
+
+def _license(metadata: dict[str, Any]) -> str | None:
+    """The licence that metadata name: an identifier, or the name of one that has none."""
+    name = metadata.get("license")
+    return metadata.get("license_name", name) if name == "other" else name
 
 
 def _in_words(weights: SourceWeights) -> dict[str, Any]:
@@ -187,7 +198,7 @@ def write_adapter_card(
     Arguments as for `CardContent`; `training` also has `has_queries`, whether the base is an AttnRes model, and
     `load_in_4bit`, whether it was trained on a base of 4 bits.
     """
-    tags = [training["mode"], *(("attnres", "attention-residuals") if training["has_queries"] else ())]
+    tags = [training["mode"], *(TAGS if training["has_queries"] else ())]
     metadata = {"library_name": "peft", "pipeline_tag": "text-generation", **metadata, "tags": tags}
     card = _rendered(
         "adapter.md.jinja",
@@ -261,7 +272,7 @@ def model_card(
         source: its folder, or the checkpoint itself, opened.
         base_metadata: entries to add, such as `base_model` and `license`.
         repo_id: what to load the model by in the examples; by default the name of the folder.
-        title: by default the last part of that.
+        title: by default the last part of `repo_id`.
         on_hub: whether that is a repository, where the code of the model goes along; by default if it is given.
         training: as for `CardContent`.
 

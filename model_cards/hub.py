@@ -23,12 +23,23 @@ class Push:
 
     Args:
         files: by name in the repository: contents that are made for it, and paths of files that go as they are.
-        left_out: what lies in the folder and is not part of a checkpoint, folders with a slash at the end.
+        left_out: other files of the folder, which are not part of a checkpoint; folders end with a slash.
     """
 
     title: str
     files: Mapping[str, bytes | Path]
     left_out: tuple[str, ...]
+
+    @property
+    def card(self) -> str:
+        content = self.files["README.md"]
+        return (content if isinstance(content, bytes) else content.read_bytes()).decode()
+
+    @property
+    def missing(self) -> list[str]:
+        """What the metadata of a card should have and this one has not."""
+        metadata = ModelCard(self.card).data.to_dict()
+        return [name for name in ("license", "language", "base_model") if not metadata.get(name)]
 
     def num_bytes(self, name: str) -> int:
         content = self.files[name]
@@ -36,7 +47,7 @@ class Push:
 
 
 def plan_push(folder: str | Path, repo_id: str) -> Push:
-    """Look what `push` would upload, without a word to the Hub. Arguments and errors as there."""
+    """Find what `push` would upload, without asking the Hub. Arguments and errors as there."""
     validate_repo_id(repo_id)
     if not Path(folder).is_dir():
         raise OSError(f"There is no folder `{folder}`.")
@@ -62,7 +73,7 @@ def plan_push(folder: str | Path, repo_id: str) -> Push:
 
 
 def push(folder: str | Path, repo_id: str, *, private: bool = False, token: str | None = None) -> CommitInfo:
-    """Upload an AttnRes checkpoint, its tokenizer, card and code in one commit, and nothing else that lies there.
+    """Upload an AttnRes checkpoint, its tokenizer, card and code in one commit, and nothing else from the folder.
 
     Files that the repository has already are not sent again. The version of the code is in the card's metadata and in
     the message of the commit.

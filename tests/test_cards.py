@@ -2,7 +2,10 @@
 """Model cards, reports and figures say what is so, and what others have written in them does nothing."""
 
 import ast
+import contextlib
+import io
 import json
+import math
 import os
 import re
 import shlex
@@ -19,15 +22,19 @@ from tiny_gguf import write_gguf
 from tiny_models import convert as convert_in_memory
 from tiny_models import tiny_base_model
 
+import attnres.model_cards.card as card_module
 from attnres.checkpoints.checkpoint import open_checkpoint
 from attnres.checkpoints.reports import ConversionReport, Parity, SourceWeights, VerificationReport
 from attnres.conversion import convert, revert
-from attnres.eval.report import forest_plot, table
+from attnres.data.text import read_sample, train_tokenizer
+from attnres.eval.report import forest_plot, model_index, table, write
 from attnres.inspection.figures import heat_map, profiles
 from attnres.inspection.measure import DepthStatistics, SiteStatistics
-from attnres.model_cards.card import weights_of, write_adapter_card, write_model_card
+from attnres.model_cards.card import model_card, weights_of, write_adapter_card, write_model_card
+from attnres.model_cards.example import answered
 from attnres.training.curves import plot_curves
-from attnres.training.runs import metadata_of_base
+from attnres.training.runs import dataset_metadata, metadata_of_base
+from attnres.utils import installation
 from attnres.utils.markup import code, escaped, plain_markdown, printable, sentence
 
 
@@ -103,7 +110,10 @@ def shown(markdown: str) -> tuple[list[str], set[str], list[str]]:
     fences = [token.content for token in tokens if token.type in ("fence", "code_block")]
     # GitHub makes links of addresses in text by itself
     text = re.sub(
-        r"^```.*?^```$|(?<!`)(`+)(?!`).+?(?<!`)\1(?!`)|\]\(.*?\)", "", markdown, flags=re.DOTALL | re.MULTILINE
+        r"^(?P<fence>```+).*?^(?P=fence)$|(?<!`)(?P<code>`+)(?!`).+?(?<!`)(?P=code)(?!`)|\]\(.*?\)",
+        "",
+        markdown,
+        flags=re.DOTALL | re.MULTILINE,
     )
     assert not re.search(r"(https?://|www\.)evil", text)
     return headings, links - {None}, fences
@@ -168,6 +178,140 @@ def test_what_is_not_ours_does_nothing_elsewhere(attack, tmp_path):
     assert plain_markdown(markdown) == markdown  # so the card shows it as it is
 
 
+def with_tokenizer(folder: Path, chat_template: str | None = None) -> Path:
+    tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=300)
+    tokenizer.chat_template = chat_template
+    tokenizer.save_pretrained(folder)
+    convert_in_memory(tiny_base_model("llama", vocab_size=len(tokenizer)), 2).save_pretrained(folder)
+    return folder
+
+
+def test_a_card_has_an_example_with_its_output(tmp_path, run_attnres):
+    """The code of the card prints what the card says that it prints, and a later card keeps it."""
+    folder = with_tokenizer(tmp_path / "model")
+    given = ["--license", "apache-2.0", "--language", "en", "--language", "de", "--dataset", "user/data"]
+    assert run_attnres("card", folder, *given, "--example", 'the "key') == 0
+    for _ in range(2):
+        card = ModelCard.load(folder / "README.md")
+        assert (card.data.license, card.data.language) == ("apache-2.0", ["en", "de"])
+        assert card.data.datasets == ["user/data"]
+        assert "arxiv:2603.15031" in card.data.tags and "\nLicence: apache-2.0.\n" in card.text
+        _, _, fences = shown(card.text)
+        code = fences[0].replace(f'"{folder.name}"', repr(str(folder)))
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
+            exec(code, {})
+        assert "\n".join(map(printable, printed.getvalue().split("\n"))) == fences[1] and len(fences[1]) > 1
+        assert run_attnres("card", folder) == 0
+
+
+def test_a_dry_run_shows_the_card_and_the_total(checkpoint, tmp_path, run_attnres, capsys):
+    folder = a_copy(checkpoint, tmp_path / "model")
+    assert run_attnres("card", folder, "--license", "mit") == 0
+    capsys.readouterr()
+    assert run_attnres("push", folder, "user/model", "--dry-run") == 0
+    printed = capsys.readouterr().out
+    sizes = [
+        int(size.replace(",", "")) for size in re.findall(r"^Would push \S+, (\S+) bytes$", printed, re.MULTILINE)
+    ]
+    assert len(sizes) > 20 and f"In all {len(sizes)} files, {sum(sizes):,} bytes" in printed
+    assert "\nlicense: mit\n" in printed and 'from_pretrained("user/model", trust_remote_code=True)' in printed
+    assert "The card has no language and no base_model: see `attnres card --help`" in printed
+
+
+def test_an_example_of_a_chat(tmp_path):
+    folder = with_tokenizer(tmp_path / "model", "{% for m in messages %}{{ m.content }}.{% endfor %}")
+    entry = answered(folder, "the key")
+    assert entry["messages"] == [{"role": "user", "content": "the key"}]
+    text = model_card(folder, base_metadata={"widget": [entry]}).text
+    assert 'messages = [{"role": "user", "content": "the key"}]' in text and "apply_chat_template(messages" in text
+    with pytest.raises(ValueError, match="should be one line of text"):
+        answered(folder, "a\nb")
+
+
+@pytest.mark.parametrize("attack", HARMFUL)
+def test_an_example_of_others_does_nothing(attack, checkpoint, tmp_path):
+    """Its prompt is a string of Python, and nothing in its output ends the block of code."""
+    text = HARMFUL[attack]
+    example = {"text": text, "output": {"text": f"{text}\n{text}\n```\n# {text}"}}
+    card = model_card(a_copy(checkpoint, tmp_path / "model"), base_metadata={"widget": [{}, "x", example]})
+    headings, _, (python, output, *_) = shown(card.text)
+    names = [node.value for node in ast.walk(ast.parse(python)) if isinstance(node, ast.Constant)]
+    assert printable(text) in names
+    assert output == "".join(f"{printable(line)}\n" for line in example["output"]["text"].split("\n"))
+    assert len(headings) == len(shown(model_card(tmp_path / "model").text)[0])
+
+
+def test_a_gguf_file_says_its_licence(tmp_path):
+    """And its languages, as far as its header has them."""
+    write_gguf(tmp_path / "tiny.gguf", about={"license": "apache-2.0", "languages": ["en"]})
+    convert(tmp_path / "tiny.gguf", tmp_path / "converted", num_blocks=2)
+    card = ModelCard.load(tmp_path / "converted/README.md")
+    assert (card.data.license, card.data.language) == ("apache-2.0", ["en"])
+    assert "Licence: apache-2.0." in card.text and "It was made from the quantised GGUF file `tiny.gguf`" in card.text
+
+
+def test_data_of_the_hub_is_named(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("local").mkdir()
+    assert dataset_metadata("user/data") == {"datasets": ["user/data"]}
+    assert dataset_metadata("local") == dataset_metadata("of/no/repository") == {}
+
+
+def test_the_address_of_the_project_is_in_one_place(checkpoint, tmp_path, monkeypatch):
+    folder = a_copy(checkpoint, tmp_path / "model")
+    text = model_card(folder).text
+    assert "The package `attnres` is" in text and "pip install '.[serving]' in a clone of attnres" in text
+    for module in (installation, card_module):
+        monkeypatch.setattr(module, "ADDRESS", "https://example.com/attnres")
+    text = model_card(folder).text
+    assert "The package [`attnres`](https://example.com/attnres) is" in text
+    assert "pip install 'attnres[serving] @ git+https://example.com/attnres'" in text
+
+
+def test_a_table_has_the_columns_that_say_something():
+    """Metrics as lm-eval calls them, the settings in a line, and no column that is empty or the same everywhere."""
+    results = an_evaluation("x")
+    first = results["rows"][0] | {"metric": "acc", "filter": "none", "benchmark": {"name": "First", "paper": None}}
+    second = first | {"metric": "bits_per_byte", "benchmark": {"name": "Second", "paper": None}}
+    text = table(results | {"rows": [first, second]})
+    assert text.splitlines()[0] == "| benchmark | metric | documents | x | x again | x again - x | p |"
+    assert "| Second | 2^-bits_per_byte | 4 | 50.0 ± 10.0 |" in text and "paper" not in text
+    assert (
+        "- Settings: all documents, 0 examples in the prompt, x on x, batch size x, seed 0, attnres x, Python x"
+        in text
+    )
+    second["benchmark"] = {"name": "Second", "paper": [1.0, 2.0]}
+    second["num_fewshot"] = {"x": 5}
+    header, _, *rows = table(results | {"rows": [first, second]}).splitlines()[:4]
+    assert "| metric | examples | documents |" in header and header.endswith("| paper: PreNorm | paper: AttnRes |")
+    assert rows[0].endswith("|  |  |") and rows[1].endswith("| 1.0 | 2.0 |")
+
+
+def test_a_table_without_rows_says_what_is_missing():
+    results = an_evaluation("x") | {"rows": [], "skipped": {"QuaRTz": "it needs evals: `pip install --no-deps evals`"}}
+    skipped = "- QuaRTz was skipped: it needs evals: `pip install --no-deps evals`"
+    assert table(results).splitlines() == ["No benchmark was run.", "", skipped]
+
+
+def test_a_published_figure_is_what_its_metric_names(tmp_path):
+    """Percentages, but bits of texts; nothing of a perplexity, of which only a likelihood is kept."""
+    results = an_evaluation("x")
+    results["models"][0]["identity"]["model"] = {"fingerprint": "abc"}
+    row = results["rows"][0] | {"benchmark": {"name": "Texts", "tasks": ["t"], "paper": None}, "filter": "none"}
+    metrics = ("acc", "bits_per_byte", "word_perplexity")
+    results["rows"] = [row | {"metric": metric, "bits_per_byte": [0.98765, 1.0]} for metric in metrics]
+    write(results | {"schema": 2}, tmp_path)
+    found = {result.metric_type: result.metric_value for result in model_index(tmp_path, "x", "abc")}
+    assert found == {"acc": 50.0, "bits_per_byte": 0.9877}
+
+
+def test_a_score_of_a_single_document_has_no_error():
+    results = an_evaluation("x")
+    results["rows"][0]["scores"] = [[0.5, math.nan], [1.0, math.nan]]
+    results["rows"][0]["comparisons"][0]["interval"] = [math.nan, math.nan]
+    assert "| 50.0 | 100.0 | +10.0 |" in table(results) and "nan" not in table(results)
+
+
 def test_names_are_no_formulas_in_figures(tmp_path):
     text = "_$x^$ \\$ {{ $\\frac$"
     assert forest_plot(an_evaluation(text), tmp_path) and plot_curves({text: []}, tmp_path / "loss", title=text)
@@ -183,7 +327,9 @@ def an_evaluation(text: str) -> dict:
     comparison = {"difference": 0.1, "interval": [0.0, 0.2], "p_value": 0.01, "p_holm": 0.01}
     row = {
         "benchmark": {"name": text, "tasks": ["x"], "paper": None, "license": text},
-        "metric": "acc",
+        "metric": text,
+        "filter": text,
+        "runs": [[{"dtype": text, "hardware": text, "batch_size": text, "python": text}]] * 2,
         "num_fewshot": {"x": 0},
         "num_documents": 4,
         "generation": {"x": {"max_gen_toks": 5}},
@@ -193,7 +339,10 @@ def an_evaluation(text: str) -> dict:
         "bits_per_byte": [1.0, 1.0],
         "comparisons": [comparison],
     }
-    return {"models": [{"name": text}, {"name": text}], "rows": [row], "skipped": {text: text}}
+    options = {"limit": None, "apply_chat_template": False, "max_gen_toks": None, "seed": 0, "processes": 1}
+    model = {"name": text, "identity": {"options": options, "versions": {"attnres": text}}}
+    other = {**model, "name": f"{text} again"}
+    return {"models": [model, other], "rows": [row], "skipped": {text: text}}
 
 
 def test_text_is_shown_as_it_is():
@@ -335,7 +484,7 @@ def test_a_model_of_a_quantised_file_says_so_wherever_it_goes(tmp_path):
     assert "base_model" not in text
     text = card("attnres", base_metadata={"base_model": "tester/base"})
     assert "[tester/base](https://huggingface.co/tester/base), in a quantised form, with" in text
-    assert "does not compute what [tester/base](https://huggingface.co/tester/base) computes" in text
+    assert "does not compute exactly what [tester/base](https://huggingface.co/tester/base) computes" in text
     data = ModelCard.load(tmp_path / "attnres/README.md").data
     assert data.base_model_relation == "quantized" and data.attnres_source_weights == asdict(expected)
 
@@ -401,7 +550,7 @@ def test_weights_that_are_still_quantised(config, kind, checkpoint, tmp_path):
     assert (found.format, found.kind, found.file) == (config["quant_method"], kind, None) and not found.dequantized
     assert found.tensors == {"F32": len(open_checkpoint(folder).weight_map)}
     text = write_model_card(folder, base_metadata={"base_model": "tester/base"}).read_text()
-    assert f"quantised, as those of its base: {escaped(found.format)} weights ({escaped(kind)}; tensors: " in text
+    assert f"quantised, like those of its base: {escaped(found.format)} weights ({escaped(kind)}; tensors: " in text
     assert "in a quantised form" in text and "base_model_relation: quantized" in text
 
 

@@ -206,7 +206,8 @@ def test_a_checkpoint_through_all_conversions(base, tmp_path, run_json, run_attn
     assert code == 0 and found == {"wrote": [str(tmp_path / "a" / "README.md")]}
     (tmp_path / "a" / "notes.txt").write_text("x")
     code, found = run_json("push", tmp_path / "a", "tester/a", "--dry-run")
-    assert code == 0 and found.keys() == {"files", "left_out", "url", "commit"} and are_documented(found, "push")
+    assert code == 0 and found.keys() == {"files", "bytes", "left_out", "card", "url", "commit"}
+    assert are_documented(found, "push") and found["bytes"] == sum(found["files"].values())
     assert found["left_out"] == ["notes.txt"] and found["files"]["config.json"] > 0 and found["commit"] is None
 
     assert run_attnres("convert", base, tmp_path / "a", "--json") == 1

@@ -209,7 +209,7 @@ def test_a_task_that_runs_code_by_itself(manager, paper, monkeypatch):
         assert in_sandbox(task)
         monkeypatch.setitem(task._metric_fn_list["pass_at_k"].__self__.__globals__, "compute_", None)
         assert not in_sandbox(task)
-        with pytest.raises(Unavailable, match="`humaneval` runs generated code by means of its own"):
+        with pytest.raises(Unavailable, match="`humaneval` runs generated code itself"):
             load_tasks(Benchmark("HumanEval", ("humaneval",), ""), manager)
 
 
@@ -446,7 +446,7 @@ def test_missing_data_skips_a_row(quick_eval, quick, tmp_path):
     shutil.copytree(quick[0] / "Rowan", root / "Rowan")
     results = quick_eval("right", data_root=root)
     assert [row["benchmark"]["name"] for row in results["rows"]] == ["HellaSwag"]
-    assert "To mend it: " in results["skipped"]["ARC-Challenge"]
+    assert "What to do: " in results["skipped"]["ARC-Challenge"]
     assert "ARC-Challenge was skipped" in (tmp_path / "out/table.md").read_text()
 
 
@@ -806,7 +806,7 @@ def test_prefetch_without_internet(checkpoints, tmp_path, monkeypatch, capsys, r
     monkeypatch.chdir(tmp_path)
     assert run_attnres("eval", checkpoints / "base", "--suite", "quick", "--prefetch") == 3
     printed = " ".join(capsys.readouterr().out.split())
-    assert "There now:" in printed and "Skipped HellaSwag: " in printed and "To mend it: " in printed
+    assert "There now:" in printed and "Skipped HellaSwag: " in printed and "What to do: " in printed
 
 
 @pytest.mark.parametrize(
@@ -842,11 +842,11 @@ def test_reasons(error, way_out):
             "`suite='best'` is neither one of paper, core, chat, quick, offline nor a file",
         ),
         (["eval", "model", "--tasks", "arc_chalenge"], "`arc_chalenge` is not a task of lm-eval"),
-        (["eval", "model", "--suite", "quick", "--device", "cuda:99"], "`device='cuda:99'` is not there"),
-        (["eval", "model", "--suite", "quick", "--device", "abacus"], "`device='abacus'` is not there"),
-        (["eval", "model", "--suite", "quick", "--dtype", "fp23"], "`dtype='fp23'` is none of torch"),
+        (["eval", "model", "--suite", "quick", "--device", "cuda:99"], "`device='cuda:99'` is not available"),
+        (["eval", "model", "--suite", "quick", "--device", "abacus"], "`device='abacus'` is not available"),
+        (["eval", "model", "--suite", "quick", "--dtype", "fp23"], "`dtype='fp23'` is not a dtype of torch"),
         (["eval", "model", "--suite", "quick", "--data-root", "nowhere"], "There is no folder `nowhere`"),
-        (["eval", "model", "--suite", "quick", "--backend", "x"], "`backend='x'` is neither hf nor vllm"),
+        (["eval", "model", "--suite", "quick", "--backend", "x"], "`backend='x'` should be hf or vllm"),
         (["eval", "model", "--suite", "bad.yaml"], "is not a benchmark: it needs name, tasks (a list) and metric"),
         (["eval", "model", "--suite", "odd.yaml"], "unexpected keyword argument 'shots'"),
         (["report", "nowhere"], "There is no folder `nowhere`"),

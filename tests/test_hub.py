@@ -385,7 +385,7 @@ def test_card_of_a_conversion(checkpoint, tmp_path):
     card = ModelCard.load(checkpoint / "README.md")
     assert card.data.license == "mit" and card.data.language == "en"
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
-    assert set(card.data.tags) == {"attnres", "attention-residuals"}
+    assert set(card.data.tags) == {"attnres", "attention-residuals", "arxiv:2603.15031"}
     assert "8 sublayers (A: attention, M: MLP) in 3 blocks of 3, the last one of 2" in card.text
     assert "block 1  AMA\nblock 2     MAM\nblock 3        AM" in card.text
     assert "All queries of that attention over depth are zero" in card.text

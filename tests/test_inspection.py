@@ -34,7 +34,8 @@ from attnres.depth.definition import depth_attention_reference
 from attnres.depth.stream import DepthStream
 from attnres.inspection import DepthStatistics, Excerpt, SiteStatistics, ablate, gradient_rms, inspect, measure
 from attnres.inspection.callback import DepthMapCallback
-from attnres.inspection.figures import ablation_map, ablation_matrix, heat_map, weight_matrix
+from attnres.inspection.figures import ablation_map, ablation_matrix, heat_map, profiles, weight_matrix
+from attnres.inspection.run import model_names
 from attnres.inspection.text import pieces, read_windows
 from attnres.model_cards.card import write_model_card
 
@@ -257,7 +258,8 @@ def test_program(folder, tmp_path):
     arguments = ["inspect", str(folder / "a"), str(folder / "b"), "--base", str(folder / "base"), "-o", str(tmp_path)]
     result = CliRunner().invoke(app, [*arguments, "--max-tokens", "64", "--gradients", "--ablate"])
     assert result.exit_code == 0, result.output
-    assert f"{folder.name}/b: " in result.output and "of its maximum" in result.output
+    assert "a: 64 tokens; entropy 1.000 of its maximum" in result.output and "\nb: 64 tokens" in result.output
+    assert result.output.count("All its queries are zero") == 1
     results = json.loads((tmp_path / "depth.json").read_text())
     assert results["schema"] == 2 and len(results["models"]) == 2
     for model in results["models"]:
@@ -272,7 +274,7 @@ def test_program(folder, tmp_path):
                 assert sum(token[source] for token in of_site) / 64_000 == pytest.approx(mean, abs=1e-3)
     for name in ("weights", "profiles", "ablation"):
         assert (tmp_path / f"{name}.png").stat().st_size > 10_000 and (tmp_path / f"{name}.svg").exists()
-    assert folder.name in (tmp_path / "index.html").read_text()
+    assert [model["zero_queries"] for model in results["models"]] == [True, False]
 
 
 def test_schema_is_documented(folder, tmp_path):
@@ -296,7 +298,7 @@ def test_card_names_what_was_measured(folder, tmp_path):
     inspect([str(checkpoint)], checkpoint / "depth", max_tokens=32, device="cpu")
     text = write_model_card(checkpoint).read_text()
     assert checkpoint_fingerprint(checkpoint) == before
-    assert f"Measured with attnres {attnres.__version__} on" in text and f"b (`{before}`)." in text
+    assert f"Measured with attnres {attnres.__version__} on b (`{before}`)." in text
     assert "changed since" not in text and before[:12] in (checkpoint / "depth/index.html").read_text()
     shutil.copyfile(folder / "a/model.safetensors", checkpoint / "model.safetensors")
     text = write_model_card(checkpoint).read_text()
@@ -322,6 +324,9 @@ def test_pictures_show_the_numbers(folder):
         ).tolist()
         # Sublayers 0 to 2 are a block, and 3 to 5
         assert sorted({line.get_ydata()[0] for line in axis.lines}) == [2.5, 5.5]
+    weights = [weight for site in statistics.sites[1:] for weight in site.weights]
+    norm = heat_map([statistics]).axes[0].images[0].norm
+    assert (norm.vmin, norm.vmax) == (min(weights), max(weights))  # of reads that have a choice
     difference = heat_map([statistics, statistics]).axes[2].images[0]
     assert abs(difference.get_array()).max() == 0 and difference.norm.vmin == -difference.norm.vmax
 
@@ -395,6 +400,24 @@ def test_callback_logs_to_tensorboard(folder, tmp_path):
 
 
 @pytest.mark.parametrize(
+    "folders, names",
+    [
+        (["full/final", "attnres"], ["full", "attnres"]),
+        (["full/checkpoint-10", "full/final"], ["full/checkpoint-10", "full"]),
+        (["one/model", "two/model"], ["one/model", "two/model"]),
+        (["one/run/final", "two/run/final"], ["one/run", "two/run"]),
+        (["user/name"], ["user/name"]),  # on the Hub
+    ],
+)
+def test_models_have_names(tmp_path, monkeypatch, folders, names):
+    monkeypatch.chdir(tmp_path)
+    for folder in folders:
+        if folder != "user/name":
+            Path(folder).mkdir(parents=True, exist_ok=True)
+    assert model_names(folders) == names
+
+
+@pytest.mark.parametrize(
     "arguments, message",
     [
         (["{}/base"], "is a qwen3, not an AttnRes model: `attnres convert` makes one of it"),
@@ -408,16 +431,20 @@ def test_callback_logs_to_tensorboard(folder, tmp_path):
         (["{}/a", "--dataset", "{}/broken.jsonl"], "cannot be read as json"),
         (["{}/a", "--dataset", "{}/streamed"], "streamed` cannot be read: "),
         (["{}/a", "--dataset", "{}/empty.txt"], "there is nothing to read"),
-        (["{}/a", "--device", "nowhere"], "`device='nowhere'` is not to be had: "),
-        (["{}/a", "--dtype", "float17"], "`dtype='float17'` is no type of torch"),
+        (["{}/a", "--device", "nowhere"], "`device='nowhere'` is not available: "),
+        (["{}/a", "--dtype", "float17"], "`dtype='float17'` is not a dtype of torch"),
         (["{}/silent"], "silent` has no tokenizer that loads here: "),
-        (["{}/a", "--split", "test"], "`split='test'` is of a data set: name one"),
+        (["{}/a", "--split", "test"], "`split='test'` needs a data set: name one"),
         (["{}/a", "{}/base"], "is a qwen3, not an AttnRes model"),
-        (["{}/a", "--base", "{}/b"], "is an AttnRes model: its PreNorm base is what is drawn beside"),
+        (["{}/a", "--base", "{}/b"], "is an AttnRes model; name the PreNorm model that it was made from"),
         (["{}/a", "--base", "{}/shallow"], "has num_hidden_layers 2 and"),
         (["{}/a", "--base", "./nowhere"], "There is no folder `./nowhere`"),
         (["{}/a", "--text", "x", "--file", "{}/empty.txt"], "Give a text, a file or a data set, not text and file"),
-        (["{}/a", "{}/a", "{}/b"], "One checkpoint can be inspected, or two compared; these are 3"),
+        (
+            ["{}/a", "{}/b", "--name", "x"],
+            "`names=['x']` should hold a name for each of the 2",
+        ),
+        (["{}/a", "{}/a", "{}/b"], "`attnres inspect` takes one checkpoint, or two to compare, not 3"),
     ],
 )
 def test_bad_input(folder, tmp_path, arguments, message):
@@ -434,12 +461,28 @@ def test_a_second_model_that_is_missing_is_told_before_the_first_is_read(folder,
         inspect([str(tmp_path / "damaged"), "./nowhere"], tmp_path / "out")
 
 
+def test_nothing_is_cut_off_in_pictures():
+    """Points of one model that are larger than the other's, and a long name."""
+    base = tiny_base_model("qwen3")
+    models = [convert(base, 3), randomize_queries(convert(base, 3))]
+    statistics = [measure(model, windows(), name=f"{number}-{'name-' * 20}") for number, model in enumerate(models)]
+    figure = profiles(statistics)
+    figure.canvas.draw()
+    for axis in figure.axes:
+        low, high = axis.get_ylim()
+        assert all(
+            low <= value <= high for line in axis.lines for value in line.get_ydata() if line.get_marker() == "o"
+        )
+    figure = heat_map(statistics)
+    figure.canvas.draw()
+    edges = [axis.title.get_window_extent() for axis in figure.axes[:3]]
+    assert all(left.x1 < right.x0 for left, right in zip(edges, edges[1:]))
+
+
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("num_layers", [1, 48])
 def test_axes_of_profiles(num_layers):
     """Whole sites on every axis, the same in every panel, and a legend of what is drawn."""
-    from attnres.inspection.figures import profiles
-
     model = convert(tiny_base_model("llama", num_hidden_layers=num_layers, hidden_size=16, intermediate_size=16), 1)
     figure = profiles([measure(model, torch.arange(8).view(1, 8))])
     figure.canvas.draw()

@@ -108,12 +108,12 @@ def test_cells_are_clicked(page, results):
     select(page, "model", after["model"])
     find(page, "#map rect[data-site='7'][data-source='2']").click()
     weight = after["sites"][7]["weights"][2]
-    assert find(page, "#cell").text == f"layer 3, MLP (site 7) on block 2: mean weight {weight:.3f}"
+    assert find(page, "#cell").text == f"MLP of layer 3 (site 7), source block 2: mean weight {weight:.3f}"
     assert find(page, "#site").get_attribute("value") == "7"
-    select(page, "model", f"difference: {after['model']} less {before['model']}")
+    select(page, "model", "after minus before")
     difference = weight - before["sites"][7]["weights"][2]
-    assert f"mean weight {difference:.3f}, {after['model']} less {before['model']}" in find(page, "#cell").text
-    select(page, "quantity", "loss without the source")
+    assert find(page, "#cell").text.endswith(f"mean weight {difference:.3f} (after minus before)")
+    select(page, "quantity", "rise of the loss without the source")
     rise = after["sites"][7]["ablation"][2] - before["sites"][7]["ablation"][2]
     assert f"{rise:.3f}" in find(page, "#cell").text or f"{rise:.1e}".replace("e-0", "e-") in find(page, "#cell").text
 
@@ -123,11 +123,12 @@ def test_cells_by_keyboard(page, results):
     page.execute_script("document.getElementById('map').focus()")
     assert page.execute_script("return getComputedStyle(document.activeElement).outlineStyle") == "solid"
     keys(page, "ARROW_UP", "ARROW_UP", "ARROW_RIGHT")
-    assert find(page, "#cell").text.startswith("layer 3, attention (site 6) on block 1")
+    assert find(page, "#cell").text.startswith("attention of layer 3 (site 6), source block 1")
     keys(page, *["ARROW_UP"] * 20)
-    assert find(page, "#cell").text.startswith("layer 0, attention (site 0) on embedding")
+    assert find(page, "#cell").text.startswith("attention of layer 0 (site 0), source embedding")
+    assert ", its only source" in find(page, "#cell").text
     select(page, "kind", "before MLP")
-    assert len(all_of(page, "#site option")) == 4 and find(page, "#cell").text.startswith("layer 3, MLP")
+    assert len(all_of(page, "#site option")) == 4 and find(page, "#cell").text.startswith("MLP of layer 3")
 
 
 def bars(page):
@@ -140,10 +141,12 @@ def test_tokens_show_their_own_weights(page, results):
 
     before, after = results["models"]
     select(page, "model", after["model"])
-    select(page, "site", "layer 2, MLP (site 5)")
+    select(page, "site", "MLP of layer 2 (site 5)")
     weights = [[thousandths / 1000 for thousandths in token] for token in after["excerpt"]["weights"][5]]
     find(page, "#token-3").click()
-    assert bars(page) == weights[3] and find(page, "#bars-title").text == "Token 3 at layer 2, MLP (site 5)"
+    token = after["excerpt"]["tokens"][3].strip()
+    assert bars(page) == weights[3]
+    assert find(page, "#bars-title").text == f"\u201c{token}\u201d, token 4 of 64, at MLP of layer 2 (site 5)"
     ActionChains(page).move_to_element(find(page, "#token-5")).perform()
     assert bars(page) == weights[5]
     keys(page, "END")  # the box has the focus since the click
@@ -151,9 +154,30 @@ def test_tokens_show_their_own_weights(page, results):
     keys(page, "HOME", "ARROW_RIGHT", "ARROW_RIGHT")
     assert bars(page) == weights[2] != weights[-1]
     assert all_of(page, "#tokens [aria-selected=true]")[0].get_attribute("id") == "token-2"
-    select(page, "model", f"difference: {after['model']} less {before['model']}")
+    select(page, "model", "after minus before")
     both = zip(before["excerpt"]["weights"][5][2], after["excerpt"]["weights"][5][2])
     assert bars(page) == [thousandths / 1000 for pair in both for thousandths in pair]
+
+
+def test_it_says_what_zero_queries_mean(page):
+    """Of the model that was only converted, and not of the other one."""
+    sentence = find(page, "#zero").text
+    assert sentence.startswith(
+        "All queries of \u201cbefore\u201d are zero, so each read gives all its sources equal weights"
+    )
+
+
+def test_colours_span_the_weights(page, results):
+    """From the smallest to the largest weight of reads with a choice, in both models."""
+    select(page, "model", "after")
+    sites = [site for model in results["models"] for site in model["sites"] if len(site["weights"]) > 1]
+    weights = [weight for site in sites for weight in site["weights"]]
+    shown = [span.text for span in all_of(page, "#scale span")]
+    assert shown == [f"{min(weights):.3f}", f"{max(weights):.3f} (root scale)"]
+    largest = max(results["models"][1]["sites"][1:], key=lambda site: max(site["weights"]))
+    source = largest["weights"].index(max(largest["weights"]))
+    cell = find(page, f"#map rect[data-site='{largest['site']}'][data-source='{source}']")
+    assert cell.get_attribute("fill") == "rgb(253 231 37)"  # the end of the scale
 
 
 @pytest.mark.slow
@@ -188,7 +212,15 @@ def test_on_a_phone(page, scheme, background):
     assert page.execute_script("return document.documentElement.scrollWidth") == 375
     assert page.execute_script("return getComputedStyle(document.body).backgroundColor") == background
     find(page, "#map rect[data-site='3'][data-source='1']").click()
-    assert find(page, "#cell").text.startswith("layer 1, MLP (site 3)")
+    assert find(page, "#cell").text.startswith("MLP of layer 1 (site 3)")
+    clipped = """
+        const outside = text => {
+          const own = text.getBoundingClientRect(), svg = text.closest("svg").getBoundingClientRect();
+          return own.left < svg.left - 0.5 || own.right > svg.right + 0.5 || own.bottom > svg.bottom + 0.5;
+        };
+        return [...document.querySelectorAll("svg text")].filter(outside).map(text => text.textContent);
+    """
+    assert page.execute_script(clipped) == []
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
 
 
@@ -208,9 +240,8 @@ def test_the_largest_page_stays_small(tmp_path):
 
 @pytest.mark.slow
 def test_two_models_open_on_their_difference(page, results):
-    before, after = results["models"]
     assert find(page, "#model").get_attribute("value") == "2"
-    assert find(page, "#cell").text.endswith(f"{after['model']} less {before['model']}")
+    assert find(page, "#cell").text.endswith("(after minus before)")
     assert len(all_of(page, "#bars .legend span")) == 2
 
 
@@ -225,7 +256,7 @@ def test_a_model_of_one_layer(browser, results, tmp_path):
     write_page({**results, "models": models}, tmp_path / "index.html")
     browser.get((tmp_path / "index.html").as_uri())
     points = browser.find_elements("css selector", "#charts figure:first-child circle")
-    assert [point.get_attribute("fill") for point in points] == ["var(--mlp)", "none"]
+    assert [point.get_attribute("fill") for point in points] == ["var(--mlp)", "var(--panel)"]
     assert browser.get_log("browser") == []
 
 
@@ -240,12 +271,12 @@ def test_a_model_whose_attention_and_mlp_share_a_read(browser, results, tmp_path
     browser.get((tmp_path / "index.html").as_uri())
     select(browser, "model", models[1]["model"])
     assert [option.text for option in all_of(browser, "#kind option")] == ["all", "before attention"]
-    select(browser, "site", "layer 2, attention (site 4)")
+    select(browser, "site", "attention of layer 2 (site 4)")
     find(browser, "#token-3").click()
     assert bars(browser) == [weight / 1000 for weight in results["models"][1]["excerpt"]["weights"][4][3]]
     find(browser, "#map rect[data-site='6'][data-source='1']").click()
     weight = results["models"][1]["sites"][6]["weights"][1]
-    assert find(browser, "#cell").text == f"layer 3, attention (site 6) on block 1: mean weight {weight:.3f}"
+    assert find(browser, "#cell").text == f"attention of layer 3 (site 6), source block 1: mean weight {weight:.3f}"
     # Blocks of three: in front of sites 4 and 6, which are the first ones read in theirs
     lines = [float(line.get_attribute("y1")) for line in all_of(browser, "#map .boundary")]
     rows = [float(find(browser, f"#map rect[data-site='{site}']").get_attribute("y")) for site in (4, 6)]

@@ -47,6 +47,7 @@ from .runs import (
     card_names,
     check_output,
     checkpoint_to_resume,
+    dataset_metadata,
     dataset_name,
     files_of_run,
     held_out_losses,
@@ -321,7 +322,7 @@ def write_card(trainer: AttnResTrainer, run: FinetuneRun, folder: Path):
         "after": losses[-1] if losses else None,
     }
     title, repo_id = card_names(arguments.output_dir, run.training.hub_model_id)
-    metadata = metadata_of_base(arguments.model, arguments.revision)
+    metadata = metadata_of_base(arguments.model, arguments.revision) | dataset_metadata(arguments.dataset)
     if arguments.mode != "full":
         write_adapter_card(folder, title=title, repo_id=repo_id, metadata=metadata, training=training)
     elif run.model_config.model_type == "attnres":

@@ -57,6 +57,7 @@ from .runs import (
     card_names,
     check_output,
     checkpoint_to_resume,
+    dataset_metadata,
     dataset_name,
     files_of_run,
     held_out_losses,
@@ -393,6 +394,9 @@ def write_card(run: PretrainRun, history: list[dict[str, Any]], folder: Path):
         repo_id=repo_id,
         title=title,
         on_hub=bool(run.training.hub_model_id),
-        base_metadata=None if arguments.model is None else metadata_of_base(arguments.model),
+        base_metadata={
+            **({} if arguments.model is None else metadata_of_base(arguments.model)),
+            **dataset_metadata(arguments.dataset),
+        },
         training=training,
     )

@@ -12,6 +12,8 @@ from typing import Any
 import yaml
 from datasets import Dataset
 from huggingface_hub import hf_hub_download
+from huggingface_hub.errors import HFValidationError
+from huggingface_hub.utils import validate_repo_id
 from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 
 from ..checkpoints.location import HTTPError, hub_can_be_reached
@@ -248,6 +250,17 @@ def card_names(output_dir: str, hub_model_id: str | None) -> tuple[str, str]:
     name = output.absolute().name
     # As it was typed, but not where it lies on this machine
     return name, f"{name if output.is_absolute() else output}/final"
+
+
+def dataset_metadata(dataset: str) -> dict[str, Any]:
+    """What the metadata of a card say of the data: its id on the Hub, if it has one."""
+    if Path(dataset).exists():
+        return {}
+    try:
+        validate_repo_id(dataset)
+    except HFValidationError:
+        return {}
+    return {"datasets": [dataset]}
 
 
 def dataset_name(dataset: str) -> str:

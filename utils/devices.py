@@ -2,6 +2,8 @@
 """What a run has to run on: devices, dtypes, and which of several processes this one is."""
 
 import os
+import platform
+from pathlib import Path
 
 import torch
 
@@ -20,6 +22,20 @@ def check_device(device: str, problem: str = "cannot be used here"):
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:  # the latter from a torch without CUDA
         raise ValueError(f"`device={device!r}` {problem}: {str(error).splitlines()[0]}") from None
+
+
+def processor() -> str:
+    """The name of the CPU."""
+    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
+    return next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
+
+
+def hardware(device: str) -> str:
+    """The name of a device: of its GPU, or of the CPU and how many threads torch has there."""
+    if device.startswith("cuda"):
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{processor() or device} ({threads} thread{'s' * (threads > 1)})" if device == "cpu" else device
 
 
 def is_dtype(name: str) -> bool:

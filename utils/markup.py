@@ -1,7 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Names and texts of others within our Markdown, HTML and figures, where they shall be read and do nothing.
+"""Names and texts of others in our Markdown, HTML and figures, shown as text that does nothing.
 
-Names of folders and files, what a data set or a base is called and what stands in reports may be anybody's.
+Names of folders, files, data sets and bases, and the texts of reports, may come from anybody.
 """
 
 import json
@@ -45,6 +45,13 @@ def code(text: Any) -> Markdown:
     return Markdown("`" * (longest + 1) + pad + text + pad + "`" * (longest + 1))
 
 
+def fenced(text: Any) -> Markdown:
+    """Text of several lines as a block of code, which nothing in it ends."""
+    lines = "\n".join(map(printable, str(text).split("\n")))
+    fence = "`" * max(3, 1 + max((len(run) for run in re.findall("`+", lines)), default=0))
+    return Markdown(f"{fence}\n{lines}\n{fence}")
+
+
 def sentence(text: Any) -> Markdown:
     """Text of ours with names of others in it: what is between single backticks stays code, all else is escaped."""
     return _around(_CODE, printable(text), escaped)
@@ -73,11 +80,13 @@ def figure_text(text: Any) -> str:
 def render(package: str, template: str, **values: Any) -> str:
     """A template of a package, in which values that are not `Markdown` or numbers are escaped.
 
-    Further filters: `code`, `python` for a string of Python, `shell` for a word of a command.
+    Further filters: `code`, `fenced` for a block of it, `python` for a string of Python, and `shell` for a word of a
+    command.
     """
     environment = Environment(finalize=_finalized)
     environment.filters |= {
         "code": code,
+        "fenced": fenced,
         "python": lambda text: Markdown(json.dumps(printable(text), ensure_ascii=False)),
         "shell": lambda text: Markdown(shlex.quote(printable(text))),
     }

@@ -3,7 +3,6 @@
 
 import contextlib
 import ctypes
-import platform
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from rich.progress import track
+
+from .devices import processor
 
 
 def alternate(candidates: list[Callable[[], None]], pairs: int, label: str, device: str = "cpu") -> torch.Tensor:
@@ -101,15 +102,13 @@ def _mallopt(parameter: int, value: int):
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What a figure depends on, beside the code."""
-    lines = Path("/proc/cpuinfo").read_text().splitlines() if Path("/proc/cpuinfo").exists() else []
-    processor = next((line.split(": ")[1] for line in lines if line.startswith("model name")), platform.processor())
+    """What a figure depends on besides the code."""
     package = Path(__file__).parents[1]
     commit = subprocess.run(
         ["git", "-C", str(package), "describe", "--always", "--dirty"], capture_output=True, text=True
     )
     return {
-        "processor": processor,
+        "processor": processor(),
         "threads": torch.get_num_threads(),
         "device": torch.cuda.get_device_name(device) if device.startswith("cuda") else "cpu",
         "versions": {name: metadata.version(name) for name in ("attnres", "torch", "transformers")},

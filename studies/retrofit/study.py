@@ -433,26 +433,28 @@ MARKERS = {
 
 
 def plot_retention(finals: dict[tuple[str, int], dict[str, Any]], seeds: list[int], stem: Path) -> list[Path]:
-    """What each arm has learned, and what it has lost: changes from the base with their 95 % intervals over seeds."""
+    """What each arm has learned and forgotten: changes from the base with their 95 % intervals over seeds."""
     shown = {"old_text": "other text", "chat": "the base's own answers"}
-    figure, axes = plt.subplots(1, len(shown), figsize=(11, 4.6), sharex=True)
+    figure, axes = plt.subplots(1, len(shown), figsize=(11, 4.8), sharex=True, layout="constrained")
+    legend = []
     for axis, (metric, label) in zip(axes, shown.items()):
+        axis.axhline(0, color=COLOURS[6], linewidth=0.7)
+        axis.axvline(0, color=COLOURS[6], linewidth=0.7)
         for arm in list(ARMS)[1:]:
             marker, colour = MARKERS[arm.removesuffix("_double").removesuffix("_prenorm")]
             changes = [[finals[arm, s][m] - finals["base", 0][m] for s in seeds] for m in ("judging", metric)]
-            means = [statistics.mean(of) for of in changes]
-            sides = [side(of) for of in changes]
-            fill = "white" if "_prenorm" in arm else colour
-            style = {"fmt": marker, "color": colour, "markerfacecolor": fill, "elinewidth": 1, "capsize": 2}
-            size = 10 if arm.endswith("_double") else 6
-            axis.errorbar(*means, xerr=sides[0], yerr=sides[1], label=ARMS[arm], markersize=size, **style)
-        axis.axhline(0, color=COLOURS[6], linewidth=0.7)
-        axis.axvline(0, color=COLOURS[6], linewidth=0.7)
-        axis.set(xlabel="loss on new text, less the base's", ylabel="loss less the base's", title=f"on {label}")
+            (x, y), (x_side, y_side) = (map(statistics.mean, changes), map(side, changes))
+            fill, size = "white" if "_prenorm" in arm else colour, 10 if arm.endswith("_double") else 6
+            axis.errorbar(x, y, xerr=x_side, yerr=y_side, color=colour, elinewidth=1, capsize=2)
+            # Above all intervals, which would hide those of other arms
+            style = {"marker": marker, "color": colour, "markerfacecolor": fill, "markersize": size, "linestyle": ""}
+            line = axis.plot(x, y, zorder=3, label=ARMS[arm], **style)
+            legend += line if axis is axes[0] else []
+        axis.set(xlabel="← more learned: loss on new text", ylabel="loss: more forgotten →", title=f"On {label}")
         finish_axis(axis)
-    figure.legend(*axes[0].get_legend_handles_labels(), frameon=False, fontsize=8, loc="lower center", ncol=4)
-    figure.suptitle("Left is more learned, up is more lost", fontsize=10)
-    figure.tight_layout(rect=(0, 0.1, 1, 1))
+    figure.legend(handles=legend, frameon=False, fontsize=8, loc="outside lower center", ncols=4)
+    title = f"Changes of the base's loss in nats per token, with 95 % intervals over {len(seeds)} seeds"
+    figure.suptitle(title, fontsize=10)
     paths = write_figure(figure, stem)
     plt.close(figure)
     return paths

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 
-from attnres.utils.figures import write_figure
+from attnres.utils.figures import finish_axis, write_figure
 from attnres.utils.files import write_file
 from studies.common.arms import (
     BATCH,
@@ -36,6 +36,8 @@ LABELS = {
     "lora_block": "LoRA and queries, 8 blocks",
 }
 COLOURS = dict(zip(LABELS, ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#000000", "#56B4E9")))
+# Lines that lie on each other are told apart by their marks
+MARKERS = dict(zip(LABELS, ("-", "o-", "s--", "^-", "D:", "v-", "-", "o-")))
 
 
 def runs_by_arm(results: Path) -> dict[tuple[str, str], dict[int, dict]]:
@@ -89,45 +91,39 @@ def sweep_table(found) -> str:
 
 
 def plot_differences(found, stem: Path) -> list[Path]:
-    """Held-out loss less that of PreNorm with the same seed, over the steps: every seed thin, their mean bold."""
+    """Held-out loss minus that of PreNorm with the same seed, over the steps: the mean over seeds, in their range."""
     panels = (
-        ("pretrain", ["prenorm", "block", "full"], "from scratch"),
-        ("continue", ["prenorm", "block", "full", "queries", "random_queries", "recency_bias"], "continued"),
-        ("continue", ["lora_prenorm", "lora_block"], "adapters"),
+        ("pretrain", ["prenorm", "block", "full"], "From scratch"),
+        ("continue", ["prenorm", "block", "full", "random_queries"], "Continued, all weights"),
+        ("continue", ["prenorm", "queries", "recency_bias"], "Continued, queries alone or with a bias"),
+        ("continue", ["lora_prenorm", "lora_block"], "Continued, adapters"),
     )
-    figure, axes = plt.subplots(1, 3, figsize=(13, 4.8))
-    for axis, (stage, arms, title) in zip(axes, panels):
+    figure, axes = plt.subplots(2, 2, figsize=(10, 7.6), layout="constrained")
+    for axis, (stage, arms, title) in zip(axes.flat, panels):
+        axis.axhline(0, color=COLOURS["prenorm"], linewidth=1)
         baseline = found.get((stage, arms[0]), {})
         for arm in arms[1:]:
-            curves = {
-                seed: {
-                    int(step): loss - baseline[seed]["held_out_loss"][step]
-                    for step, loss in run["held_out_loss"].items()
-                }
+            curves = [
+                [loss - baseline[seed]["held_out_loss"][step] for step, loss in run["held_out_loss"].items()]
                 for seed, run in found.get((stage, arm), {}).items()
                 if seed in baseline
-            }
-            for curve in curves.values():
-                axis.plot(list(curve), list(curve.values()), color=COLOURS[arm], linewidth=0.7, alpha=0.5)
+            ]
             if curves:
-                steps = list(next(iter(curves.values())))
-                mean = [statistics.mean(curve[step] for curve in curves.values()) for step in steps]
-                axis.plot(steps, mean, color=COLOURS[arm], linewidth=2, label=LABELS[arm])
-        axis.axhline(0, color=COLOURS["prenorm"], linewidth=1)
-        axis.set(title=title, xlabel="step", ylabel=f"held-out loss less that of {LABELS[arms[0]]}")
-        axis.set_yscale("symlog", linthresh=0.02)
-        low, high = axis.get_ylim()
-        ticks = [-0.2, -0.1, -0.05, -0.02, -0.01, 0, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2]
-        axis.set_yticks([tick for tick in ticks if low <= tick <= high])  # others would stretch the axis
-        axis.yaxis.set_major_formatter(lambda tick, _: f"{tick:+g}" if tick else "0")
-        axis.minorticks_off()
-        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.14), ncol=2)
-        axis.spines[["top", "right"]].set_visible(False)
-        axis.grid(alpha=0.25)
+                steps = list(map(int, next(iter(baseline.values()))["held_out_loss"]))
+                by_step = list(zip(*curves))
+                low, high = map(min, by_step), map(max, by_step)
+                axis.fill_between(steps, list(low), list(high), color=COLOURS[arm], alpha=0.18, linewidth=0)
+                mean = list(map(statistics.mean, by_step))
+                axis.plot(
+                    steps, mean, MARKERS[arm], color=COLOURS[arm], linewidth=1.8, markersize=4, label=LABELS[arm]
+                )
+        axis.set(title=f"{title}, {len(baseline)} seeds", xlabel="step", ylabel=f"loss minus {LABELS[arms[0]]}'s")
+        axis.legend(frameon=False, fontsize=8, loc="upper center", bbox_to_anchor=(0.5, -0.16), ncols=2)
+        finish_axis(axis)
     figure.suptitle(
-        "Below the line is better than PreNorm (scale linear within 0.02, logarithmic outside)", fontsize=10
+        "Held-out loss: below zero is better than PreNorm. Lines are means, and bands reach over all seeds.",
+        fontsize=10,
     )
-    figure.tight_layout()
     paths = write_figure(figure, stem)
     plt.close(figure)
     return paths

@@ -78,6 +78,7 @@ def main(
     results = inspect(
         [str(work / "full-from-scratch")],
         work / "depth",
+        names=["Full AttnRes, 12 layers"],
         text="\n".join(held_out),
         max_tokens=TOKENS,
         length=LENGTH,

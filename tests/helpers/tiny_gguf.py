@@ -55,6 +55,7 @@ def write_gguf(
     merges: bool = True,
     extra: dict[str, np.ndarray] | None = None,
     file_type: int | None = None,
+    about: dict[str, str | list[str]] | None = None,
     **fields,
 ) -> dict[str, torch.Tensor]:
     """Write it, matrices of one kind and norms in fp32.
@@ -63,6 +64,7 @@ def write_gguf(
         merges: of the tokenizer; without, transformers cannot read it.
         extra: further tensors, by their names in the file.
         file_type: what the header calls the file as a whole, a number of `gguf.LlamaFileType`.
+        about: what the header says of the model as a whole, such as its licence, by methods of `GGUFWriter`.
         fields: of the header that are to say something else than the weights do, by names in `CONFIG`.
 
     Returns:
@@ -72,6 +74,8 @@ def write_gguf(
     model = LlamaForCausalLM(LlamaConfig(**CONFIG))
     writer = GGUFWriter(path, "llama")
     writer.add_name("Tiny")
+    for name, value in (about or {}).items():
+        getattr(writer, f"add_{name}")(value)
     if file_type is not None:
         writer.add_file_type(file_type)
     said = {**CONFIG, **fields}
