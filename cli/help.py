@@ -7,7 +7,7 @@ from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 
 # How the help names a value, by the annotation of the option
-TYPE_NAMES = {"int": "NUMBER", "float": "NUMBER", "str": "TEXT", "Path": "PATH"}
+TYPE_NAMES = {"int": "NUMBER", "float": "NUMBER", "str": "TEXT", "list[str]": "TEXT", "Path": "PATH"}
 
 
 def _show_plainly(param: Any):
