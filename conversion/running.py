@@ -5,7 +5,7 @@ import contextlib
 import gc
 import tempfile
 from collections.abc import Callable, Iterator
-from logging import Handler
+from logging import NOTSET, WARNING, Handler, disable, root
 
 import torch
 from huggingface_hub.utils import tqdm
@@ -19,17 +19,21 @@ from ..utils.untrusted import in_one_line
 
 @contextlib.contextmanager
 def quiet_loading() -> Iterator[list[str]]:
-    """Without transformers' bars, and with its messages in a list: what they say is looked at and told otherwise."""
+    """Without transformers' bars, and with its warnings in a list for the caller, even where none are printed."""
     messages: list[str] = []
     handler = Handler()
     handler.emit = lambda record: messages.append(record.getMessage())
-    bars = logging.is_progress_bar_enabled()
+    bars, level, disabled = logging.is_progress_bar_enabled(), logging.get_verbosity(), root.manager.disable
     logging.disable_progress_bar()
     logging.disable_default_handler()
     logging.add_handler(handler)
+    logging.set_verbosity(min(level, WARNING))
+    disable(NOTSET)
     try:
         yield messages
     finally:
+        disable(disabled)
+        logging.set_verbosity(level)
         logging.remove_handler(handler)
         logging.enable_default_handler()
         if bars:

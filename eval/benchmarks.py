@@ -45,7 +45,7 @@ class Benchmark:
 
 
 def load_suite(name: str | Path) -> list[Benchmark]:
-    """A suite by its name, or from a YAML file of one's own.
+    """A suite by its name, or from a YAML file.
 
     Raises:
         ValueError: if there is none, or a row is not one.

@@ -29,7 +29,7 @@ def chat(model: str, settings: list[str], system_prompt: str | None = None, devi
     unknown = GenerationConfig().update(**parse_generate_flags(settings))
     if unknown:
         raise ValueError(f"`{next(iter(unknown))}` is not a field of transformers' `GenerationConfig`.")
-    if getattr(AutoProcessor.from_pretrained(model), "chat_template", None) is None:
+    if getattr(AutoProcessor.from_pretrained(model, trust_remote_code=False), "chat_template", None) is None:
         raise ValueError(
             f"`{model}` has no chat template, so it was not trained on conversations: take a checkpoint that was,"
             " or `attnres finetune` this one on some."

@@ -8,6 +8,7 @@ import json
 import multiprocessing
 import os
 import random
+import re
 import shutil
 import time
 from collections import Counter
@@ -703,12 +704,14 @@ def test_every_field_of_a_config_wrong_once(family, tmp_path):
         check_wrong_config(config, field, value, tmp_path / "base", tmp_path / "out", tmp_path / "text.txt")
 
 
-def test_an_expert_is_missing(tmp_path):
-    """In a checkpoint whose experts are fused when it is loaded."""
+@pytest.mark.parametrize("verbosity", ["--quiet", "--verbose", None])
+def test_an_expert_is_missing(verbosity, tmp_path, run_attnres, capsys):
+    """In a checkpoint whose experts are fused when it is loaded. The name comes from what transformers logs."""
     tiny_base_model("mixtral").save_pretrained(tmp_path / "base", max_shard_size="40KB")
     drop_tensor(tmp_path / "base", "model.layers.2.block_sparse_moe.experts.0.w1.weight")
-    with pytest.raises(ValueError, match=r"tensors are missing .*`model.layers.2.mlp.experts.gate_up_proj`"):
-        convert(tmp_path / "base", tmp_path / "attnres")
+    assert run_attnres("convert", tmp_path / "base", tmp_path / "attnres", *[verbosity] * bool(verbosity)) == 1
+    message = r"Error: .*tensors are missing .*`model.layers.2.mlp.experts.gate_up_proj`"
+    assert re.search(message, capsys.readouterr().err)
 
 
 def test_code_of_strangers_is_not_run(base, tmp_path):

@@ -806,7 +806,7 @@ def test_prefetch_without_internet(checkpoints, tmp_path, monkeypatch, capsys, r
     monkeypatch.chdir(tmp_path)
     assert run_attnres("eval", checkpoints / "base", "--suite", "quick", "--prefetch") == 3
     printed = " ".join(capsys.readouterr().out.split())
-    assert "There now:" in printed and "Skipped HellaSwag: " in printed and "What to do: " in printed
+    assert "Downloaded:" in printed and "Skipped HellaSwag: " in printed and "What to do: " in printed
 
 
 @pytest.mark.parametrize(

@@ -371,7 +371,7 @@ def decay(**kwargs):
         ({"pp_size": 2, "query_learning_rate": "auto"}, "is measured on a whole model"),
         ({"pp_size": 2, "model_config": {"model_type": "llama", "vocab_size": 400}}, "are for AttnRes models"),
         ({"tp_size": 2, "model_config": MAMBA}, "`tp_size: 2` is not possible with base `mamba`: transformers .* has"),
-        ({"tp_size": 2, "model_config": APERTUS}, "with base `apertus`: gradients over several processes are not"),
+        ({"tp_size": 2, "model_config": APERTUS}, "with base `apertus`: gradients over several processes differ"),
         ({"tp_size": 3}, "`tp_size: 3` does not divide `num_attention_heads` of the base, which is 4"),
         ({"pp_size": 0}, "`pp_size: 0` is not above 0"),
     ],

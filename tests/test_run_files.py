@@ -116,7 +116,11 @@ def test_lines_of_a_run(files):
 
     terminal, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
-    with open(files / "out.txt", "w") as out, subprocess.Popen([*command, "output_dir=c"], stdout=out, stderr=end):
+    bars = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}  # which other tests may set
+    with (
+        open(files / "out.txt", "w") as out,
+        subprocess.Popen([*command, "output_dir=c"], stdout=out, stderr=end, env=bars),
+    ):
         os.close(end)
         shown = b""
         while chunk := read(terminal):

@@ -248,7 +248,7 @@ def test_page_of_two_depths():
     assert len(printed) == 12
     for mean, low, high in printed:
         assert f"{mean} [{low}, {high}]" in table
-    assert "0.473 (0.320 to 0.626)" in (ROOT / "README.md").read_text() and "-0.473 [-0.626, -0.320]" in table
+    assert "24 layers: by 0.47" in (ROOT / "README.md").read_text() and "-0.473 [-0.626, -0.320]" in table
 
 
 def test_ladder():

@@ -99,7 +99,7 @@ class FinetuneArguments:
     )
     lora_rank: int = field(default=16, metadata={"help": "Rank of the LoRA matrices."})
     lora_alpha: int = field(default=32, metadata={"help": "Scale of the LoRA matrices, `lora_alpha` in PEFT."})
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout in front of the LoRA matrices."})
+    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout before the LoRA matrices."})
     lora_target_modules: str | list[str] = field(
         default="all-linear", metadata={"help": "Modules that get LoRA matrices, `target_modules` in PEFT."}
     )

@@ -66,7 +66,7 @@ RUN_FILE = "finetune.yaml"
 def finetune(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> FinetuneResult:
     """Fine-tune a checkpoint, see `FinetuneArguments` and transformers' `TrainingArguments` for the fields.
 
-    The model or adapter goes to `output_dir/final`; checkpoints on the way, log history and loss curves lie beside.
+    The model or adapter goes to `output_dir/final`; checkpoints, log history and loss curves are next to it.
     An interrupted run is resumed by calling this again with the same fields.
 
     Args:

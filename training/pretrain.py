@@ -85,7 +85,7 @@ PRETRAIN_DEFAULTS = {
 def pretrain(config: str | Path | dict[str, Any], overrides: dict[str, Any] | None = None) -> FinetuneResult:
     """Train a model on text, see `PretrainArguments` and transformers' `TrainingArguments` for the fields.
 
-    The model goes to `output_dir/final`; checkpoints on the way, log history and loss curves lie beside. An
+    The model goes to `output_dir/final`; checkpoints on the way, log history and loss curves are next to it. An
     interrupted run is resumed by calling this again with the same fields.
 
     Args:

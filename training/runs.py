@@ -87,7 +87,7 @@ class FinetuneResult:
         explanation: what is wrong with it, if anything is: a held-out loss above that of the start, or depth queries
             that have hardly moved.
         query_learning_rate: peak learning rate of the depth queries, as given or measured; `None` without queries.
-        files: what lies beside: the configuration, the history, the curves.
+        files: the configuration, the history and the curves.
     """
 
     folder: Path

@@ -31,7 +31,7 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("LayerNorm, learned positions", {}),
     "gpt_neox": ("attention and MLP added at once", {**WIDTH, "intermediate_size": 3072}),
     "gemma3_text": (
-        "norms behind sublayers as well",
+        "norms after sublayers as well",
         {
             **{"hidden_size": 640, "num_hidden_layers": 18, "num_attention_heads": 4, "num_key_value_heads": 1},
             **{"intermediate_size": 2048, "head_dim": 256, "vocab_size": 32768},

@@ -90,7 +90,7 @@ def fit_arm_with_floor(compute: np.ndarray, losses: np.ndarray, draws: np.ndarra
 
 
 def fit_ladder(output: str | Path) -> dict[str, Any]:
-    """Fit the runs of a ladder and write `fit.json` and `fit.md` beside them.
+    """Fit the runs of a ladder and write `fit.json` and `fit.md` next to them.
 
     Intervals are percentiles of 1,000 fits to seeds drawn with replacement, the same seeds for all arms. A seed of
     which a run has diverged is left out of all arms.

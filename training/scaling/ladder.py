@@ -112,7 +112,7 @@ class Ladder:
         return math.ceil(self.tokens_per_parameter * self.num_parameters(size) / self.tokens_per_step)
 
     def compute_of(self, size: str) -> float:
-        """FLOPs of a run by the parameters of the PreNorm model, for all arms alike."""
+        """FLOPs of a run by the parameters of the PreNorm model, the same for all arms."""
         return FLOPS_PER_PARAMETER * self.num_parameters(size) * self.steps_of(size) * self.tokens_per_step
 
 
