@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The look of `--help`: plain types, arguments without braces, and colours that light and dark terminals can show."""
 
+import contextlib
 from typing import Any
 
 from typer.core import TyperArgument, TyperCommand, TyperGroup
@@ -33,8 +34,9 @@ def _show_plainly(param: Any):
 class _Plain:
     def get_params(self, ctx):
         params = super().get_params(ctx)
-        for param in params:
-            _show_plainly(param)
+        with contextlib.suppress(AttributeError):  # a later typer may have other names, and then its own look
+            for param in params:
+                _show_plainly(param)
         return params
 
     def format_help(self, ctx, formatter):
