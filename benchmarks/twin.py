@@ -463,10 +463,7 @@ def table(results: dict[str, Any]) -> str:
     for key in keys:
         of_key = {record["model"]: record for record in results["time"] if (record["case"], record["mode"]) == key}
         steps = DECODE_STEPS if key[0].startswith("decode") else 1
-        cells = [
-            f"**{r['fastest_ratio']:.3f}**; {r['median_ratio']:.3f} ({low:.3f} to {high:.3f})"
-            for r, (low, high) in ((of_key[name], of_key[name]["quartiles"]) for name in names)
-        ]
+        cells = [ratio_cell(of_key[name]) for name in names]
         seconds = of_key[TWIN]["fastest_seconds"]
         twin = f"{seconds / steps * 1e3:.1f} ms, {Case.parse(key[0]).tokens / seconds:,.1f} tokens/s"
         lines.append(f"| {key[0]}, {key[1]} | {twin} | {' | '.join(cells)} |")
@@ -482,6 +479,12 @@ def table(results: dict[str, Any]) -> str:
         cells = [f"**{of_kind[name]['ratio']:.2f}**" for name in names]
         lines.append(f"| {label} | {of_kind[TWIN]['bytes'] / 2**20:.0f} MiB | {' | '.join(cells)} |")
     return "\n".join(lines) + f"\n\n{caption(results['settings'], results['machine'])}\n"
+
+
+def ratio_cell(record: dict[str, Any]) -> str:
+    """The ratio of the fastest runs, and median and quartiles over the pairs, of a record of `record_of`."""
+    low, high = record["quartiles"]
+    return f"**{record['fastest_ratio']:.3f}**; {record['median_ratio']:.3f} ({low:.3f} to {high:.3f})"
 
 
 def caption(settings: dict[str, Any], measured_on: dict[str, Any]) -> str:

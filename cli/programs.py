@@ -1,5 +1,5 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The commands that run programs of others with AttnRes models: transformers' chat, and any program."""
+"""The commands that run other programs with AttnRes models: transformers' chat, and any program."""
 
 import os
 import shutil
@@ -13,14 +13,16 @@ from .checks import need_checkpoint, need_packages
 
 
 def chat(
-    checkpoint: Annotated[str, typer.Argument(metavar="CHECKPOINT", help="A folder or a Hub id: AttnRes or not.")],
+    checkpoint: Annotated[
+        str, typer.Argument(metavar="CHECKPOINT", help="Talk to the model in this folder or Hub id, AttnRes or not.")
+    ],
     settings: Annotated[
         list[str] | None,
-        typer.Argument(metavar="NAME=VALUE", help="Settings of generation, such as max_new_tokens=100."),
+        typer.Argument(metavar="NAME=VALUE", help="Generate with these settings, such as max_new_tokens=100."),
     ] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="The first message of every conversation.")] = None,
-    device: Annotated[str, typer.Option(help="Where to run the model: auto, cpu, cuda:0 ...")] = "auto",
-    dtype: Annotated[str, typer.Option(help="Of the model: auto is that of the checkpoint.")] = "auto",
+    system_prompt: Annotated[str | None, typer.Option(help="Begin every conversation with this message.")] = None,
+    device: Annotated[str, typer.Option(help="Run the model here: auto, cpu, cuda:0 ...")] = "auto",
+    dtype: Annotated[str, typer.Option(help="Run the model in this dtype; auto is that of the checkpoint.")] = "auto",
 ):
     """Talk to a model in the terminal, in transformers' own chat: !help lists what it takes, !exit ends it."""
     need_checkpoint(checkpoint, None)
@@ -31,9 +33,12 @@ def chat(
 
 
 def run(
-    program: Annotated[str, typer.Argument(metavar="PROGRAM", help="A program, a file of Python, or -m.")],
+    program: Annotated[
+        str, typer.Argument(metavar="PROGRAM", help="Run this program, this Python file or, with -m, a module.")
+    ],
     arguments: Annotated[
-        list[str] | None, typer.Argument(metavar="ARGS", help="Its arguments, or the module that -m runs and its own.")
+        list[str] | None,
+        typer.Argument(metavar="ARGS", help="Pass these arguments to the program. After -m, the first is the module."),
     ] = None,
 ):
     """Run a program that knows AttnRes checkpoints: attnres is imported in it, and in every Python that it starts.

@@ -16,10 +16,10 @@ MAX_NEW_TOKENS = 40
 def answered(folder: str | Path, prompt: str) -> dict[str, Any]:
     """An entry of `widget`: what the checkpoint in a folder answers, greedily and in at most 40 tokens.
 
-    If the tokenizer has a chat template, the prompt is a user's message; otherwise it is text that goes on.
+    If the tokenizer has a chat template, the prompt is a user's message; otherwise it is text to continue.
 
     Raises:
-        ValueError, OSError: if it is no language model of text with a tokenizer, or if the prompt is no line of text.
+        ValueError, OSError: if it is not a language model of text with a tokenizer, or the prompt is not one line.
     """
     if not prompt.strip() or not prompt.isprintable():
         raise ValueError(f"`example={prompt!r}` should be one line of text.")
@@ -40,7 +40,7 @@ def answered(folder: str | Path, prompt: str) -> dict[str, Any]:
 
 
 def example_in(metadata: dict[str, Any]) -> dict[str, Any] | None:
-    """The first example of a card's metadata with its output: `prompt`, `output`, `is_chat`; none if there is none."""
+    """The first example with an output in a card's metadata: `prompt`, `output`, `is_chat` and `max_new_tokens`."""
     entries = metadata.get("widget")
     for entry in entries if isinstance(entries, list) else []:
         try:

@@ -90,32 +90,31 @@ def test_another_text_is_refused(tmp_path):
         retrofit_study.prepare(work, results)
 
 
-def test_the_longer_study_has_its_runs_in_order():
-    found, runs = {}, []
-    while run := long_retrofit.next_run(found):
-        runs.append(run)
-        found[run] = {"tuning": abs(math.log(run.learning_rate / 9e-5))}
+def runs_in_order(next_run, best_rate: float) -> tuple[list[Run], list[Run]]:
+    """Sweeps and then all other runs of a study in which one rate is the best."""
+    found = {}
+    while run := next_run(found):
+        found[run] = {"tuning": abs(math.log(run.learning_rate / best_rate))}
+    runs = list(found)
     sweeps = [run for run in runs if run.seed == TUNING_SEED]
-    assert runs[: len(sweeps)] == sweeps and {run.arm for run in sweeps} == {"prenorm", "replaced", "kept"}
-    assert [(run.arm, run.steps) for run in runs[len(sweeps) :][:4]] == [
-        ("prenorm", 500),
-        ("prenorm_longer", 625),
-        ("replaced", 500),
-        ("kept", 500),
-    ]
-    assert all(run.learning_rate == 9e-5 for run in runs[len(sweeps) :])
+    assert runs[: len(sweeps)] == sweeps
+    return sweeps, runs[len(sweeps) :]
+
+
+def test_the_longer_study_has_its_runs_in_order():
+    sweeps, others = runs_in_order(long_retrofit.next_run, 9e-5)
+    assert {run.arm for run in sweeps} == {"prenorm", "replaced", "kept"}
+    of_a_seed = [("prenorm", 500), ("prenorm_longer", 625), ("replaced", 500), ("kept", 500)]
+    assert [(run.arm, run.steps) for run in others] == of_a_seed * 3
+    assert {run.learning_rate for run in others} == {9e-5}
 
 
 def test_the_kept_stream_has_its_runs_in_order():
-    found, runs = {}, []
-    while run := kept_retrofit.next_run(found):
-        runs.append(run)
-        found[run] = {"tuning": abs(math.log(run.learning_rate / 3e-4))}
-    sweeps = [run for run in runs if run.seed == TUNING_SEED]
-    assert runs[: len(sweeps)] == sweeps and {run.arm for run in sweeps} == {*kept_retrofit.ARMS}
-    assert [run.arm for run in runs[len(sweeps) :]] == [*kept_retrofit.ARMS] * 5
+    sweeps, others = runs_in_order(kept_retrofit.next_run, 3e-4)
+    assert {run.arm for run in sweeps} == {*kept_retrofit.ARMS}
+    assert [run.arm for run in others] == [*kept_retrofit.ARMS] * 5
     # The grid of all weights ends below 3e-4
-    assert {run.learning_rate for run in runs[len(sweeps) :] if run.arm == "full_kept"} == {2.7e-4}
+    assert {run.learning_rate for run in others if run.arm == "full_kept"} == {2.7e-4}
 
 
 def test_the_report_of_the_kept_stream(tmp_path, monkeypatch):

@@ -14,14 +14,15 @@ import termios
 from pathlib import Path
 
 import pytest
+import torch
 import yaml
 from tiny_models import convert, tiny_base_model
-from transformers import AutoTokenizer, TrainingArguments
+from transformers import AutoModelForCausalLM, AutoTokenizer, TrainingArguments
 
 from attnres.cli.checks import packaged_configs
 from attnres.data.rows import LOADERS, kind_of_rows
 from attnres.data.text import read_sample, train_tokenizer
-from attnres.training import FinetuneArguments, PretrainArguments
+from attnres.training import AttnResTrainer, AttnResTrainingArguments, FinetuneArguments, PretrainArguments
 from attnres.training.config import read_config
 from attnres.training.progress import duration, log_line
 
@@ -182,8 +183,29 @@ def test_a_new_tokenizer(files, run_attnres, capsys):
     assert run_attnres("tokenizer", "chats.jsonl", "-o", "chats") == 1
     assert "has no column `text`, but messages, body" in capsys.readouterr().err
     assert run_attnres("tokenizer", "chats.jsonl", "-o", "chats", "--text-column", "body") == 0
+    (files / "late.jsonl").write_text('{"text": " "}\n' * 1001 + '{"text": "a b c"}\n')
+    assert run_attnres("tokenizer", "late.jsonl", "-o", "late") == 0
     (files / "empty.txt").write_text(" \n")
     assert run_attnres("tokenizer", "empty.txt", "-o", "none") == 1
     assert "There is no text in `empty.txt`" in capsys.readouterr().err and not (files / "none").exists()
     assert run_attnres("tokenizer", "nope.txt", "-o", "none") == 1
     assert "There is no file or folder `nope.txt`" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("mask", [None, "of tokens", "of scores"])
+def test_embeddings_and_masks_of_scores(files, tmp_path, mask, capsys):
+    """Tokens are counted for the lines of a run, and whatever a model takes can be trained on."""
+    model = AutoModelForCausalLM.from_pretrained(files / "model")
+    ids = torch.arange(8)
+    row = {"labels": ids, "inputs_embeds" if mask is None else "input_ids": ids}
+    if mask is None:
+        row["inputs_embeds"] = torch.randn(8, model.config.hidden_size)
+    else:
+        scores = torch.ones(1, 8, 8, dtype=torch.bool).tril()
+        row["attention_mask"] = scores if mask == "of scores" else torch.tensor([1] * 5 + [0] * 3)
+    fields = {"max_steps": 2, "logging_steps": 1, "per_device_train_batch_size": 2, "use_cpu": True, "report_to": []}
+    trainer = AttnResTrainer(model, AttnResTrainingArguments(str(tmp_path), **fields), train_dataset=[row] * 4)
+    trainer.train()
+    assert trainer.count_tokens() == 20 if mask == "of tokens" else 32
+    assert capsys.readouterr().out.count("tokens/s") == 2
+    assert all(0 < entry["depth_entropy"] < 1.001 for entry in trainer.state.log_history if "loss" in entry)

@@ -47,7 +47,15 @@ def draw_rows(trainer: "Trainer") -> dict[str, torch.Tensor]:
         no_evaluation = of_evaluation is None
         loader = trainer.get_train_dataloader() if no_evaluation else trainer.get_eval_dataloader(of_evaluation)
         batch = next(iter(loader))
-    return {name: batch[name][:2] for name in ("input_ids", "attention_mask", "position_ids") if name in batch}
+    names = ("input_ids", "inputs_embeds", "attention_mask", "position_ids")
+    return {name: batch[name][:2] for name in names if name in batch}
+
+
+def token_mask(batch: dict[str, torch.Tensor]) -> torch.Tensor:
+    """Which tokens of a batch are no padding, `[batch, seq]`: all if its mask is one of attention scores, or none."""
+    tokens = batch["input_ids"] if "input_ids" in batch else batch["inputs_embeds"][..., 0]
+    mask = batch.get("attention_mask")
+    return mask.bool() if torch.is_tensor(mask) and mask.shape == tokens.shape else torch.ones_like(tokens).bool()
 
 
 @torch.no_grad()
@@ -63,9 +71,9 @@ def depth_metrics(trainer: "Trainer", rows: dict[str, torch.Tensor]) -> dict[str
     with trainer.compute_loss_context_manager():
         weights = model(**batch, output_depth_attentions=True, use_cache=False).depth_attentions
     model.train(was_training)
-    mask = batch.get("attention_mask", torch.ones_like(batch["input_ids"])).bool()
+    mask = token_mask(batch)
     if "position_ids" in batch:  # packed: padding, and the first token of a document, are at position 0
-        mask &= batch["position_ids"] > 0
+        mask = mask & (batch["position_ids"] > 0)
     norms, entropies = read_queries(model).norm(dim=-1), relative_entropies(weights, mask)
     return {
         "query_norm": norms.mean().item(),

@@ -45,7 +45,10 @@ def train_tokenizer(
     Raises:
         ValueError: if there is no text, or the folder is not empty.
     """
-    path = [check_destination(output, source) for source in sources][0]
+    if not sources:
+        raise ValueError("`sources=[]` should name at least one data set.")
+    for source in sources:
+        path = check_destination(output, source)
     data = [load_rows(source, None, "train") for source in sources]
     for source, rows in zip(sources, data):
         if text_column not in rows.column_names:
@@ -62,7 +65,7 @@ def train_tokenizer(
         tokenizer = load_tokenizer(like).train_new_from_iterator(texts, vocab_size, show_progress=False)
     with atomic_folder(path) as folder:
         tokenizer.save_pretrained(folder)
-    sample = list(islice(texts_of(data, text_column), SAMPLE))
+    sample = list(islice(filter(str.strip, texts_of(data, text_column)), SAMPLE))
     num_tokens = sum(len(ids) for ids in tokenizer(sample, add_special_tokens=False).input_ids)
     num_bytes = sum(len(sampled.encode()) for sampled in sample)
     return TrainedTokenizer(path, len(tokenizer), num_bytes / num_tokens)

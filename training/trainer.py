@@ -15,7 +15,7 @@ from transformers.utils import logging
 from ..base.library_lookups import is_depth_query
 from .arguments import AttnResTrainingArguments
 from .checkpoints import write_manifest
-from .depth_metrics import depth_metrics, draw_rows, read_queries
+from .depth_metrics import depth_metrics, draw_rows, read_queries, token_mask
 from .learning_rate import AUTO, check_optimizer, measure_rate
 from .loss_guard import LossGuard
 from .optimizer import separate_queries, with_muon
@@ -143,13 +143,11 @@ class AttnResTrainer(Trainer):
         super()._run_epoch(*args, resume_from_checkpoint=resume_from_checkpoint, **kwargs)
 
     def count_tokens(self) -> int:
-        """Tokens that all processes have trained on so far, without padding where there is an attention mask."""
+        """Tokens that all processes have trained on so far, without padding if there is a mask of it."""
         return int(self._tokens) * self.args.world_size
 
     def training_step(self, model: nn.Module, inputs: dict[str, Any], *args, **kwargs) -> torch.Tensor:
-        mask = inputs.get("attention_mask")
-        # Not a number yet: on a GPU that would wait for it
-        self._tokens = self._tokens + (inputs["input_ids"].numel() if mask is None else mask.sum())
+        self._tokens = self._tokens + token_mask(inputs).sum()  # not a number yet: on a GPU that would wait for it
         loss = super().training_step(model, inputs, *args, **kwargs)
         step = self.state.global_step  # of several micro-batches, whose losses are parts of the step's
         self._step_losses[step] = self._step_losses.get(step, 0) + loss

@@ -19,9 +19,10 @@ from torch._dynamo.utils import counters
 from torch._inductor.utils import fresh_cache
 from transformers import AutoConfig
 
-from attnres.benchmarks.twin import TWIN, Case, make_models, make_twin, name_of_variant, record_of, work
+from attnres.benchmarks.twin import TWIN, Case, make_models, make_twin, name_of_variant, ratio_cell, record_of, work
 from attnres.utils.files import write_file
 from attnres.utils.timing import alternate, keep_freed_memory, machine
+from studies.common.pages import put_into_page
 
 
 RESULTS = Path(__file__).with_suffix(".json")
@@ -91,8 +92,7 @@ def run(pairs: Annotated[int, typer.Option(min=1, help="Alternating runs of each
 @app.command()
 def report():
     """Put the table into the page."""
-    before, _, after = PAGE.read_text(encoding="utf-8").split("<!-- compiled -->\n")
-    write_file(PAGE, f"{before}<!-- compiled -->\n{table()}<!-- compiled -->\n{after}")
+    put_into_page(PAGE, "compiled", table())
 
 
 def table() -> str:
@@ -107,8 +107,7 @@ def table() -> str:
             cells = [measured["base"], CASES[measured["case"]]] if first else ["", ""]
             for mode in ("compiled", "eager"):
                 (row,) = (r for r in measured["time"] if (r["mode"], r["model"]) == (mode, name))
-                low, high = row["quartiles"]
-                cells.append(f"**{row['fastest_ratio']:.3f}**; {row['median_ratio']:.3f} ({low:.3f} to {high:.3f})")
+                cells.append(ratio_cell(row))
             own, twin = measured["compile"][name], measured["compile"][TWIN]
             lines.append(
                 f"| {cells[0]} | {cells[1]} | {name} | {cells[2]} | {cells[3]}"

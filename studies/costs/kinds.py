@@ -17,8 +17,8 @@ import typer
 from rich.console import Console
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from attnres.benchmarks.twin import bench, name_of_variant
-from attnres.utils.files import write_file
+from attnres.benchmarks.twin import bench, name_of_variant, ratio_cell
+from studies.common.pages import put_into_page
 
 
 RESULTS = Path(__file__).parent / "kinds"
@@ -66,8 +66,7 @@ def run(pairs: Annotated[int, typer.Option(min=1, help="Alternating runs of each
 @app.command()
 def report():
     """Put the table into the page."""
-    before, _, after = PAGE.read_text(encoding="utf-8").split("<!-- kinds -->\n")
-    write_file(PAGE, f"{before}<!-- kinds -->\n{table()}<!-- kinds -->\n{after}")
+    put_into_page(PAGE, "kinds", table())
 
 
 def table() -> str:
@@ -81,10 +80,7 @@ def table() -> str:
             cells = [model_type, what] if name == name_of_variant(VARIANTS[0]) else ["", ""]
             for case in CASES:
                 (row,) = (row for row in results["time"] if (row["case"], row["model"]) == (case, name))
-                cells.append(
-                    f"**{row['fastest_ratio']:.3f}**; {row['median_ratio']:.3f}"
-                    f" ({row['quartiles'][0]:.3f} to {row['quartiles'][1]:.3f})"
-                )
+                cells.append(ratio_cell(row))
             lines.append(f"| {cells[0]} | {cells[1]} | {name} | {' | '.join(cells[2:])} |")
     of_machine = results["machine"]
     lines += [

@@ -23,6 +23,7 @@ from attnres.benchmarks.twin import bench, name_of_variant, parse_variant
 from attnres.conversion import convert
 from attnres.utils.files import write_file
 from attnres.utils.timing import machine
+from studies.common.pages import put_into_page
 
 
 RESULTS = Path(__file__).with_name("reads.json")
@@ -132,8 +133,7 @@ def run(
 def report():
     """Put the table into the page."""
     results = json.loads(RESULTS.read_text())
-    before, after = PAGE.read_text(encoding="utf-8").split("<!-- reads -->\n")[::2]
-    write_file(PAGE, f"{before}<!-- reads -->\n{table(results)}<!-- reads -->\n{after}")
+    put_into_page(PAGE, "reads", table(results))
 
 
 def table(results: dict[str, Any]) -> str:
