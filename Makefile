@@ -24,6 +24,8 @@ TRITON := 3.9.0
 BIN := $(VENV)/bin
 # Python compiles what is imported, a small part of what is installed: this saves the better part of a minute
 PIP_OPTIONS := --quiet --no-compile
+# The first process to import a module writes its bytecode, which all that the tests start then have
+export PYTHONDONTWRITEBYTECODE :=
 # transformers imports it wherever it is installed, which takes an eighth of the time that a process needs to start. So
 # the one test that needs it finds it in a folder of its own
 BESIDE := hqq einops termcolor
