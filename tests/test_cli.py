@@ -245,21 +245,25 @@ def test_table_of_families_fits_a_terminal(run_attnres, capsys, monkeypatch):
     assert rows["llama"] == ["yes", "packing,"] and rows["bert"] == ["no", "its"] and len(rows) == 198
 
 
-def test_quiet_and_verbose(base, tmp_path, run_attnres, capsys):
-    """In processes of their own: what libraries print is decided before they are imported."""
+@pytest.mark.parametrize(
+    "option",
+    ["--quiet", pytest.param(None, marks=pytest.mark.slow), pytest.param("--verbose", marks=pytest.mark.slow)],
+)
+def test_quiet_and_verbose(option, base, tmp_path):
+    """In a process of its own: what libraries print is decided before they are imported."""
+    command = [sys.executable, "-m", "attnres", "convert", base, tmp_path / "a", "--num-blocks", "2"]
+    result = subprocess.run([*command, *[option] * bool(option)], capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    if option == "--quiet":
+        assert re.fullmatch(rf"Passed: .*\nWrote {tmp_path / 'a'}\n", result.stdout)
+    assert ("deciding figure" in result.stdout) == (option == "--verbose")
+    if option == "--verbose":
+        assert "loading configuration file" in result.stderr  # by transformers at its level `info`
+    else:
+        assert "Passed: " in result.stdout and result.stderr == ""  # no bars either, where it is not a terminal
 
-    def convert(name, *options):
-        command = [sys.executable, "-m", "attnres", "convert", base, tmp_path / name, "--num-blocks", "2", *options]
-        result = subprocess.run(list(map(str, command)), capture_output=True, text=True)
-        assert result.returncode == 0, result.stderr
-        return result
 
-    normal, quiet, verbose = convert("a"), convert("b", "--quiet"), convert("c", "--verbose")
-    assert normal.stderr == "" == quiet.stderr  # no bars either, where it is not a terminal
-    assert "\nPassed: " in normal.stdout and "deciding figure" not in normal.stdout
-    assert re.fullmatch(rf"Passed: .*\nWrote {tmp_path / 'b'}\n", quiet.stdout)
-    assert "deciding figure" in verbose.stdout
-    assert "loading configuration file" in verbose.stderr  # by transformers at its level `info`
+def test_quiet_commands_print_errors(base, tmp_path, run_attnres, capsys):
     assert run_attnres("convert", base, tmp_path / "d", "--quiet", "--verbose") == 2
     assert "contradict" in capsys.readouterr().err
     assert run_attnres("verify", base, tmp_path / "nope", "--quiet") == 1

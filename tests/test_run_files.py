@@ -100,12 +100,16 @@ def test_files_by_name(files, run_attnres, capsys):
     assert (files / "finetuned/final/adapter_model.safetensors").exists()
 
 
+SHORT_RUN = [
+    *(sys.executable, "-m", "attnres", "finetune", "laptop_cpu", "model=model", "dataset=text.jsonl", "output_dir=a"),
+    *("max_steps=4", "logging_steps=2", "eval_steps=4", "max_length=32", "report_to=none", "query_learning_rate=1e-5"),
+    "save_strategy=no",
+]
+
+
 def test_lines_of_a_run(files):
-    """In a file: one for each entry of the log, and no control characters. On a terminal: bars as well."""
-    fields = ["model=model", "dataset=text.jsonl", "max_steps=4", "logging_steps=2", "eval_steps=4", "max_length=32"]
-    fields += ["report_to=none", "query_learning_rate=1e-5", "save_strategy=no"]
-    command = [sys.executable, "-m", "attnres", "finetune", "laptop_cpu", *fields]
-    result = subprocess.run([*command, "output_dir=a"], capture_output=True, text=True)
+    """In a file: one for each entry of the log, and no control characters."""
+    result = subprocess.run(SHORT_RUN, capture_output=True, text=True)
     assert result.returncode == 0, result.stderr
     assert result.stderr == "" and "\r" not in result.stdout and "{" not in result.stdout
     lines = [line for line in result.stdout.splitlines() if line.startswith("step ")]
@@ -115,12 +119,16 @@ def test_lines_of_a_run(files):
     assert re.fullmatch(line, lines[1]) and lines[2].endswith(" 0 s left")
     assert result.stdout.splitlines()[-4].startswith("Wrote ")
 
+
+@pytest.mark.slow
+def test_bars_of_a_run(files):
+    """On a terminal."""
     terminal, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("4H", 24, 80, 0, 0))
     bars = {name: value for name, value in os.environ.items() if name != "TQDM_DISABLE"}  # which other tests may set
     with (
         open(files / "out.txt", "w") as out,
-        subprocess.Popen([*command, "output_dir=c"], stdout=out, stderr=end, env=bars),
+        subprocess.Popen(SHORT_RUN, stdout=out, stderr=end, env=bars),
     ):
         os.close(end)
         shown = b""
