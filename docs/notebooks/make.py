@@ -20,7 +20,7 @@ def notebook(page: str) -> nbformat.NotebookNode:
     """A page as cells: its text, and its snippets with their outputs."""
     text = (FOLDER.parent / page).read_text(encoding="utf-8")
     # The notebook does not link to itself
-    text = re.sub(r" The same is in a \[notebook\]\(.*?\)\.", "", text.replace("\nThe same is in", " The same is in"))
+    text = re.sub(r"\sThe same is in\sa \[notebook\]\(.*?\)\.", "", text)
     cells, end = [], 0
     for match in EXAMPLE.finditer(text):
         cells += text_cells(text[end : match.start()])
