@@ -15,7 +15,7 @@ from ..utils.installation import how_to_install
 from .console import fail, with_verbosity
 from .convert import convert, export, import_, revert, verify
 from .help import Command, Group
-from .measure import bench, eval_, inspect, plan, report, scaling
+from .measure import bench, eval_, explore, inspect, plan, report, scaling
 from .programs import chat, run
 from .share import card, push, serve
 from .start import demo, env, families
@@ -26,6 +26,7 @@ from .train import finetune, pretrain, tokenizer
 OPTIONAL_MODULES = {
     "datasets": "train",
     "fastapi": "serving",
+    "gradio": "demo",
     "lm_eval": "eval",
     "matplotlib": "eval",
     "openai": "serving",
@@ -77,6 +78,7 @@ COMMANDS: dict[str, dict[Callable, str]] = {
         eval_: "attnres eval base tuned --suite quick --limit 100",
         report: "attnres report attnres-eval",
         inspect: "attnres inspect tuned --base base -o attnres-depth",
+        explore: "attnres explore tuned base-attnres",
         bench: "attnres bench --shape tiny --variants 4,full --pairs 5",
         plan: "attnres plan qwen3-attnres --gpus 64 --tp 8 --pp 4",
         scaling: "attnres scaling run ladder.yaml -o attnres-scaling",

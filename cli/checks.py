@@ -19,6 +19,7 @@ PACKAGES = {
     "eval": ("lm_eval", "datasets", "matplotlib", "scipy", "statsmodels"),
     "report": ("lm_eval", "datasets", "matplotlib", "scipy", "statsmodels"),
     "inspect": ("matplotlib",),
+    "explore": ("gradio", "matplotlib"),
     "bench": ("matplotlib",),
     "tokenizer": ("datasets", "peft", "matplotlib"),
     "scaling": ("datasets", "peft", "matplotlib", "scipy"),

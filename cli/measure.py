@@ -283,6 +283,33 @@ def _summary(model: dict[str, Any]) -> dict[str, Any]:
     }
 
 
+def explore(
+    models: Annotated[list[str], typer.Argument(metavar="MODEL", help="Offer these checkpoints on the page.")],
+    host: Annotated[str, typer.Option(help="Listen on this address; 0.0.0.0 is all of this machine.")] = "127.0.0.1",
+    port: Annotated[
+        int | None,
+        typer.Option(min=1, max=65535, help="Listen on this port. \\[default: the first free one from 7860]"),
+    ] = None,
+    dtype: Dtype = "auto",
+    device: Device = None,
+    space: Annotated[
+        Path | None, typer.Option(help="Serve nothing; write the files of a Space on the Hub to this folder.")
+    ] = None,
+):
+    """Open a page in the browser to try models on: depth weights of each token, and predictions without a source."""
+    with working(False):
+        need_packages("explore")
+        need_checkpoints(models)
+        from ..inspection.explorer import Explorer, launch, write_space
+
+        explorer = Explorer(models, dtype=dtype, device=device)
+        wrote = None if space is None else write_space(explorer, space)
+    if wrote is None:
+        launch(explorer, host=host, port=port)
+    else:
+        say_written(wrote)
+
+
 def bench(
     output: Annotated[
         Path, typer.Option("--output", "-o", help="Write the data, the table and the plot to this folder.")

@@ -4,6 +4,7 @@
 - `run.py`: an inspection, from checks to files; `text.py`: what is read
 - `measure.py`: means of the depth weights; `effects.py`: gradients and masking
 - `figures.py`, `page.py`: pictures and the page; `callback.py`: the same in training
+- `explorer.py`: a page to try a model on, with gradio
 """
 
 from .effects import ablate, gradient_rms

@@ -284,12 +284,12 @@ def read_excerpt(model: nn.Module, ids: torch.Tensor, tokenizer: PreTrainedToken
     return Excerpt(
         tokens=[tokenizer.decode([i]) for i in ids.tolist()],
         weights=[
-            (_mean_of_heads(weights[0]).float() * 1000).round().int().tolist() for weights in outputs.depth_attentions
+            (mean_of_heads(weights[0]).float() * 1000).round().int().tolist() for weights in outputs.depth_attentions
         ],
     )
 
 
-def _mean_of_heads(weights: torch.Tensor) -> torch.Tensor:
+def mean_of_heads(weights: torch.Tensor) -> torch.Tensor:
     """`[tokens, sources]` of weights of all tokens, `[tokens, (heads,) sources]`."""
     return weights.mean(1) if weights.ndim == 3 else weights
 

@@ -105,3 +105,23 @@ def run_attnres(monkeypatch):
     transformers_logging.set_verbosity(level)
     if bars:
         transformers_logging.enable_progress_bar()
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """A Chromium without a window, whose log of errors can be read."""
+    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
+    if not chromium or not driver:
+        pytest.skip("chromium and chromedriver are not installed")
+    from selenium import webdriver
+
+    options = webdriver.ChromeOptions()
+    options.binary_location = chromium
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-dev-shm-usage"):
+        options.add_argument(f"--{flag}")
+    for flag in ("background-networking", "component-update", "sync"):
+        options.add_argument(f"--disable-{flag}")
+    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    with webdriver.Chrome(options, webdriver.ChromeService(driver)) as browser:
+        yield browser

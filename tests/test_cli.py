@@ -26,7 +26,7 @@ from attnres.data.text import read_sample, train_tokenizer
 
 PROGRAM = get_command(app)
 NAMES = sorted(PROGRAM.commands)
-WITHOUT_JSON = ["chat", "demo", "run", "serve"]
+WITHOUT_JSON = ["chat", "demo", "explore", "run", "serve"]
 SITE = {"weights": [0.5, 0.5], "relative_entropy": 0.75, "predecessor_weight": 0.5}
 
 
@@ -358,6 +358,7 @@ MISTYPED = [
     (["inspect", "base", "--base", "./nope"], "There is no folder `./nope`"),
     (["inspect", "base", "--file", "nope.txt"], "There is no file `nope.txt`"),
     (["inspect", "base", "-o", "file/out"], "is a file; name a folder"),
+    (["explore", "base", "./nope"], "There is no folder `./nope`"),
     (["bench", "--model", "./nope"], "There is no folder `./nope`"),
     (["plan", "./nope"], "There is no folder `./nope`"),
     (["scaling", "run", "nope.yaml"], "There is no file `nope.yaml`"),
@@ -369,6 +370,7 @@ MISTYPED = [
 # Packages that are not installed, and who says so
 MISSING = {
     "inspect": "matplotlib",
+    "explore": "gradio",
     "finetune": "trl",
     "eval": "lm_eval",
     "bench": "matplotlib",

@@ -3,7 +3,6 @@
 
 import json
 import re
-import shutil
 
 import pytest
 import torch
@@ -34,25 +33,6 @@ def results(tmp_path_factory):
     for model in results["models"]:
         model["excerpt"]["tokens"][1] = HARMFUL
     return results
-
-
-@pytest.fixture(scope="module")
-def browser(tmp_path_factory):
-    chromium, driver = shutil.which("chromium"), shutil.which("chromedriver")
-    if not chromium or not driver:
-        pytest.skip("chromium and chromedriver are not installed")
-    from selenium import webdriver
-
-    options = webdriver.ChromeOptions()
-    options.binary_location = chromium
-    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-quic", "no-first-run", "disable-dev-shm-usage"):
-        options.add_argument(f"--{flag}")
-    for flag in ("background-networking", "component-update", "sync"):
-        options.add_argument(f"--disable-{flag}")
-    options.add_argument(f"--user-data-dir={tmp_path_factory.mktemp('chromium')}")
-    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
-    with webdriver.Chrome(options, webdriver.ChromeService(driver)) as browser:
-        yield browser
 
 
 @pytest.fixture

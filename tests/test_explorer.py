@@ -1,0 +1,179 @@
+# SPDX-License-Identifier: Apache-2.0
+"""The page of `attnres explore`: its figures against the model's own outputs, and clicks in a real browser."""
+
+import pytest
+import torch
+from tiny_models import convert, randomize_queries, tiny_base_model
+
+from attnres.data.text import read_sample, train_tokenizer
+from attnres.depth.stream import DepthRecorder
+
+
+gradio = pytest.importorskip("gradio", reason="gradio is in the extra `demo`")
+
+from attnres.inspection.explorer import MAX_TOKENS, Explorer, launch, write_space  # noqa: E402
+
+
+TEXT = "It was a bright cold day."
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("explorer")
+    tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
+    base = tiny_base_model("qwen3", vocab_size=len(tokenizer))
+    base.save_pretrained(folder / "base")
+    models = {
+        "zero": convert(base, 3),
+        "queries": randomize_queries(convert(base, 3)),
+        "heads": randomize_queries(convert(base, 3, attn_res_num_heads=2)),
+    }
+    for name, model in models.items():
+        model.save_pretrained(folder / name)
+        tokenizer.save_pretrained(folder / name)
+    return folder
+
+
+@pytest.mark.parametrize("name", ["queries", "heads"])
+def test_reading(folder, name):
+    path = str(folder / name)
+    explorer = Explorer([path], device="cpu")
+    reading = explorer.read(path, TEXT)
+    model, tokenizer = explorer.load(path)
+    assert "".join(reading.tokens) == TEXT
+
+    with torch.no_grad():
+        outputs = model(reading.ids, output_depth_attentions=True)
+    for site, weights in enumerate(outputs.depth_attentions):
+        expected = weights[0].mean(1) if weights[0].ndim == 3 else weights[0]
+        torch.testing.assert_close(reading.weights[site], expected, rtol=1e-5, atol=1e-6)
+        assert reading.site(site).weights == pytest.approx(expected.mean(0).tolist(), abs=1e-5)
+        assert reading.of_token(2).sites[site].weights == reading.weights[site][2].tolist()
+    assert [site for _, site in reading.choices()] == list(range(1, 9))
+
+    def most_probable(logits):
+        probabilities, tokens = logits[0, -1].softmax(-1).topk(6)
+        names = [tokenizer.decode([i]) for i in tokens.tolist()]
+        names = [f"token {i}" if "\ufffd" in name else repr(name) for i, name in zip(tokens.tolist(), names)]
+        assert len(set(names)) == 6
+        return dict(zip(names, probabilities.tolist()))
+
+    assert reading.predictions == pytest.approx(most_probable(outputs.logits), abs=1e-5)
+    with torch.no_grad():
+        masked = model(reading.ids, use_cache=False, depth_recorder=DepthRecorder(masked_source={7: 1}))
+    without = explorer.without(reading, 7, 1)
+    assert without == pytest.approx(most_probable(masked.logits), abs=1e-5) and without != reading.predictions
+
+
+def test_long_and_empty_texts(folder):
+    explorer = Explorer([str(folder / "zero")], device="cpu")
+    assert len(explorer.read(str(folder / "zero"), TEXT * 100).tokens) <= MAX_TOKENS
+    with pytest.raises(ValueError, match="Type a text first"):
+        explorer.read(str(folder / "zero"), "")
+
+
+def test_one_model_is_kept(folder):
+    explorer = Explorer([str(folder / "zero"), str(folder / "queries")], device="cpu")
+    assert list(explorer.names.values()) == ["zero", "queries"]
+    first = explorer.load(str(folder / "zero"))
+    assert explorer.load(str(folder / "zero")) is first
+    explorer.load(str(folder / "queries"))
+    assert explorer.load(str(folder / "zero")) is not first
+    with pytest.raises(KeyError):  # a path that the page does not offer
+        explorer.load(str(folder / "heads"))
+
+
+def test_wrong_arguments(folder):
+    with pytest.raises(ValueError, match="qwen3, not an AttnRes model"):
+        Explorer([str(folder / "zero"), str(folder / "base")])
+    with pytest.raises(ValueError, match="is empty: name at least one"):
+        Explorer([])
+    with pytest.raises(ValueError, match="`dtype='float31'` is not a dtype"):
+        Explorer([str(folder / "zero")], dtype="float31")
+    with pytest.raises(OSError, match="no folder"):
+        Explorer(["./nope"])
+
+
+def test_space(folder, tmp_path):
+    with pytest.raises(ValueError, match="is a folder, which a Space cannot read: `attnres push` it first"):
+        write_space(Explorer([str(folder / "zero")]), tmp_path / "space")
+    assert not (tmp_path / "space").exists()
+
+    explorer = Explorer([str(folder / "zero")])
+    explorer.commits = {"user/model": "0" * 40}
+    wrote = write_space(explorer, tmp_path / "space")
+    assert {path.name for path in wrote} == {path.name for path in (tmp_path / "space").iterdir()}
+    compile((tmp_path / "space/app.py").read_text(), "app.py", "exec")
+    assert "Explorer(['user/model'])" in (tmp_path / "space/app.py").read_text()
+    card = (tmp_path / "space/README.md").read_text()
+    assert f"sdk_version: {gradio.__version__}\n" in card and "models:\n- user/model\n" in card
+    with pytest.raises(ValueError, match="is not empty"):
+        write_space(explorer, tmp_path / "space")
+
+
+@pytest.fixture(scope="module")
+def address(folder):
+    app = launch(Explorer([str(folder / "queries"), str(folder / "zero")], device="cpu"), block=False)
+    yield app.local_url
+    app.close()
+
+
+@pytest.mark.slow
+def test_in_the_browser(browser, address, folder):
+    from selenium.webdriver import Keys
+    from selenium.webdriver.support.wait import WebDriverWait
+
+    def text_of(name):
+        return browser.find_element("css selector", f"#{name}").text
+
+    def picture():
+        return browser.find_element("css selector", "#weights img").get_attribute("src")
+
+    def wait_until(condition):
+        WebDriverWait(browser, 60).until(lambda _: condition())
+
+    def choose(name, option):
+        field = browser.find_element("css selector", f"#{name} input")
+        field.click()
+        wait_until(lambda: browser.find_elements("css selector", f"#{name} [role=option]"))
+        options = browser.find_elements("css selector", f"#{name} [role=option]")
+        next(found for found in options if found.text.strip(" ✓\n") == option).click()
+
+    explorer = Explorer([str(folder / "queries")], device="cpu")
+    browser.set_window_size(1280, 1000)
+    browser.get(address)
+    wait_until(lambda: browser.find_elements("css selector", "#weights img") and "%" in text_of("after"))
+
+    field = browser.find_element("css selector", "#text textarea")
+    field.clear()
+    field.send_keys(TEXT)
+    browser.find_element("css selector", "#read").click()
+    wait_until(lambda: "bright" in text_of("tokens").replace("\n", ""))
+    reading = explorer.read(str(folder / "queries"), TEXT)
+    wait_until(lambda: all(name in text_of("before") for name in list(reading.predictions)[:3]))
+
+    choose("site", "MLP of layer 3 (site 7)")
+    choose("source", "block 2")
+    largest = reading.weights[7][:, 2].max().item()
+    wait_until(lambda: f"Weight of block 2 by token: from 0 to {largest:.2f}" in text_of("tokens"))
+    without = explorer.without(reading, 7, 2)
+    wait_until(lambda: list(without)[0] in text_of("after"))
+    assert f"{round(without[list(without)[0]] * 100)}%" in text_of("after")
+
+    means = picture()
+    browser.find_elements("css selector", "#tokens [role=button]")[3].click()
+    wait_until(lambda: picture() != means)
+
+    choose("checkpoint", "zero")
+    wait_until(lambda: "All queries of this model are zero" in text_of("zero"))
+    field.send_keys(Keys.CONTROL, "a")
+    field.send_keys(Keys.DELETE)
+    browser.find_element("css selector", "#read").click()
+    wait_until(lambda: "Type a text first" in browser.find_element("css selector", "body").text)
+
+    browser.set_window_size(500, 900)
+    width = browser.execute_script("return [document.documentElement.scrollWidth, window.innerWidth]")
+    assert width[0] <= width[1]
+    loaded = browser.execute_script("return performance.getEntriesByType('resource').map(entry => entry.name)")
+    assert all(name.startswith(address) for name in loaded)  # nothing of somebody else's
+    assert [entry["message"] for entry in browser.get_log("browser") if entry["level"] == "SEVERE"] == []
