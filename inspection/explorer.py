@@ -10,6 +10,7 @@ from typing import Any
 import gradio as gr
 import torch
 from matplotlib import pyplot as plt
+from matplotlib.figure import Figure
 from torch import nn
 from transformers import PreTrainedTokenizerBase
 
@@ -158,23 +159,26 @@ class Explorer:
         return found
 
 
+def draw(statistics: DepthStatistics) -> Figure:
+    figure = heat_map([statistics])
+    plt.close(figure)  # gradio draws it, and pyplot would keep it
+    return figure
+
+
+def sources_of(reading: Reading, site: int) -> list[tuple[str, int]]:
+    return [(name, number) for number, name in enumerate(reading.site(site).sources)]
+
+
+def coloured(reading: Reading, site: int, source: int) -> dict[str, Any]:
+    """The tokens, in the colours of the weights of a source."""
+    weights = reading.weights[site][:, source]
+    largest = weights.max().item()
+    label = f"Weight of {reading.site(site).sources[source]} by token: from 0 to {largest:.2f} (full colour)"
+    return gr.update(value=list(zip(reading.tokens, (weights / max(largest, 1e-9)).tolist())), label=label)
+
+
 def make_app(explorer: Explorer) -> gr.Blocks:
     """The page, which `launch` serves."""
-
-    def draw(statistics: DepthStatistics):
-        figure = heat_map([statistics])
-        plt.close(figure)  # it is drawn by gradio, and pyplot would keep it
-        return figure
-
-    def coloured(reading: Reading, site: int, source: int) -> dict[str, Any]:
-        weights = reading.weights[site][:, source]
-        largest = weights.max().item()
-        label = f"Weight of {reading.site(site).sources[source]} by token: from 0 to {largest:.2f} (full colour)"
-        scores = (weights / max(largest, 1e-9)).tolist()
-        return gr.update(value=list(zip(reading.tokens, scores)), label=label)
-
-    def sources_of(reading: Reading, site: int) -> list[tuple[str, int]]:
-        return [(name, number) for number, name in enumerate(reading.site(site).sources)]
 
     def read(checkpoint: str, text: str):
         try:

@@ -132,12 +132,16 @@ def test_in_the_browser(browser, address, folder):
     def wait_until(condition):
         WebDriverWait(browser, 60).until(lambda _: condition())
 
+    def click(element):
+        # As a person does who waits until nothing lies over it: while the page computes, it shows a bar there
+        wait_until(lambda: browser.find_elements("css selector", ".wrap.generating, .wrap.translucent:not(.hide)") == [])
+        element.click()
+
     def choose(name, option):
-        field = browser.find_element("css selector", f"#{name} input")
-        field.click()
+        click(browser.find_element("css selector", f"#{name} input"))
         wait_until(lambda: browser.find_elements("css selector", f"#{name} [role=option]"))
         options = browser.find_elements("css selector", f"#{name} [role=option]")
-        next(found for found in options if found.text.strip(" ✓\n") == option).click()
+        click(next(found for found in options if found.text.strip(" ✓\n") == option))
 
     explorer = Explorer([str(folder / "queries")], device="cpu")
     browser.set_window_size(1280, 1000)
@@ -147,7 +151,7 @@ def test_in_the_browser(browser, address, folder):
     field = browser.find_element("css selector", "#text textarea")
     field.clear()
     field.send_keys(TEXT)
-    browser.find_element("css selector", "#read").click()
+    click(browser.find_element("css selector", "#read"))
     wait_until(lambda: "bright" in text_of("tokens").replace("\n", ""))
     reading = explorer.read(str(folder / "queries"), TEXT)
     wait_until(lambda: all(name in text_of("before") for name in list(reading.predictions)[:3]))
@@ -161,14 +165,14 @@ def test_in_the_browser(browser, address, folder):
     assert f"{round(without[list(without)[0]] * 100)}%" in text_of("after")
 
     means = picture()
-    browser.find_elements("css selector", "#tokens [role=button]")[3].click()
+    click(browser.find_elements("css selector", "#tokens [role=button]")[3])
     wait_until(lambda: picture() != means)
 
     choose("checkpoint", "zero")
     wait_until(lambda: "All queries of this model are zero" in text_of("zero"))
     field.send_keys(Keys.CONTROL, "a")
     field.send_keys(Keys.DELETE)
-    browser.find_element("css selector", "#read").click()
+    click(browser.find_element("css selector", "#read"))
     wait_until(lambda: "Type a text first" in browser.find_element("css selector", "body").text)
 
     browser.set_window_size(500, 900)
