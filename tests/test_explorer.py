@@ -134,7 +134,9 @@ def test_in_the_browser(browser, address, folder):
 
     def click(element):
         # As a person does who waits until nothing lies over it: while the page computes, it shows a bar there
-        wait_until(lambda: browser.find_elements("css selector", ".wrap.generating, .wrap.translucent:not(.hide)") == [])
+        wait_until(
+            lambda: browser.find_elements("css selector", ".wrap.generating, .wrap.translucent:not(.hide)") == []
+        )
         element.click()
 
     def choose(name, option):
