@@ -10,6 +10,7 @@ from typing import Annotated, Any
 import typer
 
 from ..utils.files import check_writable
+from ..utils.installation import ADDRESS
 from .checks import need_checkpoints, need_files, need_folders, need_packages
 from .console import (
     WroteJson,
@@ -306,8 +307,10 @@ def explore(
         wrote = None if space is None else write_space(explorer, space)
     if wrote is None:
         launch(explorer, host=host, port=port)
-    else:
-        say_written(wrote)
+        return
+    say_written(wrote)
+    if ADDRESS is None:
+        note("Note:", "put the address of attnres in place of ADDRESS in requirements.txt.")
 
 
 def bench(

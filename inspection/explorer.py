@@ -92,7 +92,7 @@ class Explorer:
         device: by default a GPU if there is one.
 
     Raises:
-        ValueError, OSError: if one is not there or not an AttnRes model, before any is loaded.
+        ValueError, OSError: if one is not there, is not an AttnRes model or has no tokenizer, before any is loaded.
     """
 
     def __init__(self, checkpoints: Sequence[str], *, dtype: str = "auto", device: str | None = None):
@@ -105,13 +105,16 @@ class Explorer:
         self.commits = {checkpoint: hub_commit(checkpoint) for checkpoint in checkpoints}
         for checkpoint, commit in self.commits.items():
             check_is_attnres(load_config(checkpoint, commit), checkpoint)
+        self.tokenizers = {
+            checkpoint: load_tokenizer(checkpoint, commit) for checkpoint, commit in self.commits.items()
+        }
         self.names = dict(zip(self.commits, model_names(list(self.commits))))
         self.load = functools.lru_cache(maxsize=1)(self._load)
 
     def _load(self, checkpoint: str) -> tuple[nn.Module, PreTrainedTokenizerBase]:
         commit = self.commits[checkpoint]
         model = load_language_model(checkpoint, revision=commit or "main", dtype=self.dtype)
-        return model.to(self.device).eval(), load_tokenizer(checkpoint, commit)
+        return model.to(self.device).eval(), self.tokenizers[checkpoint]
 
     def read(self, checkpoint: str, text: str) -> Reading:
         """Run a model on a text, of which the first 256 tokens are read.
@@ -280,6 +283,7 @@ launch(Explorer({checkpoints!r}), host="0.0.0.0")
 title: What the model reads
 sdk: gradio
 sdk_version: {version}
+python_version: "3.11"
 app_file: app.py
 models:
 {models}

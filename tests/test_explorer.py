@@ -1,17 +1,29 @@
 # SPDX-License-Identifier: Apache-2.0
 """The page of `attnres explore`: its figures against the model's own outputs, and clicks in a real browser."""
 
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+
 import pytest
 import torch
+from decoder_configs import decoder_config
+from loopback_hub import LoopbackHub
 from tiny_models import convert, randomize_queries, tiny_base_model
+from transformers import AutoTokenizer
 
+from attnres.configuration_attnres import AttnResConfig
 from attnres.data.text import read_sample, train_tokenizer
 from attnres.depth.stream import DepthRecorder
+from attnres.modeling_attnres import AttnResForCausalLM
 
 
 gradio = pytest.importorskip("gradio", reason="gradio is in the extra `demo`")
 
-from attnres.inspection.explorer import MAX_TOKENS, Explorer, launch, write_space  # noqa: E402
+from attnres.inspection.explorer import MAX_TOKENS, Explorer, draw, launch, write_space  # noqa: E402
 
 
 TEXT = "It was a bright cold day."
@@ -31,6 +43,7 @@ def folder(tmp_path_factory):
     for name, model in models.items():
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    models["zero"].save_pretrained(folder / "no_tokenizer")
     return folder
 
 
@@ -65,6 +78,45 @@ def test_reading(folder, name):
     assert without == pytest.approx(most_probable(masked.logits), abs=1e-5) and without != reading.predictions
 
 
+READS = {
+    "full": {},
+    "kept": {"attn_res_stream": "kept", "attn_res_num_heads": 2},
+    "sigmoid": {"attn_res_weights": "sigmoid"},
+    "softmax1": {"attn_res_weights": "softmax1", "attn_res_open_block": "each"},
+    "input": {"attn_res_query": "input"},
+}
+
+
+@pytest.mark.parametrize("base", ["qwen3", "gpt_neox", "qwen3_moe"])
+@pytest.mark.parametrize("read", READS)
+def test_every_read(folder, tmp_path, base, read):
+    """Every source that the page offers can be left out, also where attention and MLP share a read."""
+    tokenizer = AutoTokenizer.from_pretrained(folder / "zero")
+    config = decoder_config(base, vocab_size=len(tokenizer))
+    config = AttnResConfig.from_base_config(config, block_size=1 if read == "full" else 3, **READS[read])
+    torch.manual_seed(0)
+    model = AttnResForCausalLM(config)
+    randomize_queries(model.base_model)
+    model.to(torch.bfloat16).save_pretrained(tmp_path)
+    tokenizer.save_pretrained(tmp_path)
+    explorer = Explorer([str(tmp_path)], device="cpu")
+    reading = explorer.read(str(tmp_path), TEXT)
+    assert reading.choices()
+    for _, site in reading.choices():
+        assert reading.weights[site].shape == (len(reading.tokens), len(reading.site(site).sources))
+        for source in range(len(reading.site(site).sources)):
+            predicted = explorer.without(reading, site, source)
+            assert len(predicted) == 6 and all(0 < probability <= 1 for probability in predicted.values())
+
+
+@pytest.mark.parametrize("text", [" ", "\n\n", "$\\frac{1}$ _^%", "ก😀", "\x00"])
+def test_strange_texts_are_drawn(folder, tmp_path, text):
+    path = str(folder / "queries")
+    reading = Explorer([path], device="cpu").read(path, text)
+    for token in range(len(reading.tokens)):
+        draw(reading.of_token(token)).savefig(tmp_path / "weights.png")
+
+
 def test_long_and_empty_texts(folder):
     explorer = Explorer([str(folder / "zero")], device="cpu")
     assert len(explorer.read(str(folder / "zero"), TEXT * 100).tokens) <= MAX_TOKENS
@@ -92,6 +144,10 @@ def test_wrong_arguments(folder):
         Explorer([str(folder / "zero")], dtype="float31")
     with pytest.raises(OSError, match="no folder"):
         Explorer(["./nope"])
+    with pytest.raises(ValueError, match="no tokenizer that loads here"):
+        Explorer([str(folder / "zero"), str(folder / "no_tokenizer")])
+    with socket.create_server(("127.0.0.1", 0)) as server, pytest.raises(OSError, match="port"):
+        launch(Explorer([str(folder / "zero")], device="cpu"), port=server.getsockname()[1], block=False)
 
 
 def test_space(folder, tmp_path):
@@ -109,6 +165,34 @@ def test_space(folder, tmp_path):
     assert f"sdk_version: {gradio.__version__}\n" in card and "models:\n- user/model\n" in card
     with pytest.raises(ValueError, match="is not empty"):
         write_space(explorer, tmp_path / "space")
+
+
+@pytest.mark.slow
+def test_a_space_runs(folder, tmp_path):
+    """Its files as the Hub runs them, with a checkpoint that has been pushed."""
+    with LoopbackHub(tmp_path / "hub") as hub:
+        environment = {**os.environ, **hub.env(), "HF_TOKEN": hub.token, "COLUMNS": "200"}
+
+        def attnres(*arguments):
+            command = [sys.executable, "-m", "attnres", *map(str, arguments)]
+            done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)
+            assert done.returncode == 0, done.stderr
+            return done.stdout + done.stderr
+
+        attnres("push", folder / "queries", "tester/model")
+        assert "in place of ADDRESS" in attnres("explore", "tester/model", "--space", tmp_path / "space")
+        app = subprocess.Popen(
+            [sys.executable, "-u", "app.py"],
+            cwd=tmp_path / "space",
+            env=environment,
+            stdout=subprocess.PIPE,
+            text=True,
+        )
+        try:
+            assert any(re.match(r"The page is at http://.*:\d+/ until", line) for line in app.stdout)
+        finally:
+            app.send_signal(signal.SIGINT)
+            app.communicate(timeout=60)
 
 
 @pytest.fixture(scope="module")
@@ -169,6 +253,13 @@ def test_in_the_browser(browser, address, folder):
     means = picture()
     click(browser.find_elements("css selector", "#tokens [role=button]")[3])
     wait_until(lambda: picture() != means)
+
+    harmful = "<img src=x onerror=alert(1)><b id='harm'>"
+    field.clear()
+    field.send_keys(harmful)
+    click(browser.find_element("css selector", "#read"))
+    wait_until(lambda: "onerror" in text_of("tokens").replace("\n", ""))
+    assert browser.find_elements("css selector", "#harm, img[src=x]") == []
 
     choose("checkpoint", "zero")
     wait_until(lambda: "All queries of this model are zero" in text_of("zero"))

@@ -1,7 +1,9 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """A real pretrained model converted with a kept stream: what it computes, and what it answers.
 
-python -m studies.kept_stream.exact    # ten minutes; writes exact.json and exact.md
+    python -m studies.kept_stream.exact    # writes exact.json and exact.md
+
+With the models and the prompts of studies/retrofit and studies/real_model.
 """
 
 import json
