@@ -24,7 +24,7 @@ _PUBLIC_NAMES = {
     "AttnResMultimodalConfig": ".multimodal_attnres",
     "AttnResPreTrainedModel": ".modeling_attnres",
     "BlockCache": ".depth.block_cache",
-    "DepthRecorder": ".depth.stream",
+    "DepthRecorder": ".depth.recorder",
     "DepthStream": ".depth.stream",
     "get_backend": ".depth.backends",
     "set_backend": ".depth.backends",

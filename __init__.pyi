@@ -4,7 +4,7 @@ from .configuration_attnres import AttnResConfig as AttnResConfig
 from .depth.backends import get_backend as get_backend
 from .depth.backends import set_backend as set_backend
 from .depth.block_cache import BlockCache as BlockCache
-from .depth.stream import DepthRecorder as DepthRecorder
+from .depth.recorder import DepthRecorder as DepthRecorder
 from .depth.stream import DepthStream as DepthStream
 from .modeling_attnres import AttnResForCausalLM as AttnResForCausalLM
 from .modeling_attnres import AttnResForQuestionAnswering as AttnResForQuestionAnswering

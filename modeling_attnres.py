@@ -44,7 +44,8 @@ from .depth.backends import uses_definition
 from .depth.block_cache import BlockCache
 from .depth.other_reads import start_stream
 from .depth.queries import AttnResDepthQueries, fold_queries
-from .depth.stream import DepthRecorder, DepthStream, checkpoint_stream
+from .depth.recorder import DepthRecorder
+from .depth.stream import DepthStream, checkpoint_stream
 
 
 logger = logging.get_logger(__name__)
@@ -247,7 +248,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
                 Whether to return `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site: the
                 weights of the embedding, the closed blocks and the partial sum, in this order.
             depth_recorder (`DepthRecorder`, *optional*):
-                Records every read and write of this call, and can mask sources.
+                Records every read and write of this call, and can change them.
         """
         raise NotImplementedError("`with_depth_attentions` puts the base's forward in its place.")
 
@@ -343,6 +344,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
             outputs=outputs,
         )
         if recorder is not None:
+            recorder.check(config.num_sites)
             recorder.tokens = blocks[0].shape[:-1]
         stream.is_rebuilt = False
         if torch.is_grad_enabled() or recorder is not None or uses_definition():
@@ -361,13 +363,19 @@ def _describe(stream) -> str:
 
 
 class AttnResGenerationMixin(GenerationMixin):
-    """Generation with `output_depth_attentions`, and `generate_batch` that refuses what would stop all requests."""
+    """Generation that can be observed, and `generate_batch` that refuses what would stop all requests."""
 
     @functools.wraps(GenerationMixin.generate)
     def generate(self, *args, **kwargs):
         wanted = kwargs.pop("output_depth_attentions", getattr(self.config, "output_depth_attentions", False))
         if wanted:
-            self.check_depth_attentions_of_generation(*args, **kwargs)
+            self.check_one_pass_per_token("output_depth_attentions=True", *args, **kwargs)
+            if not self.generation_option("return_dict_in_generate", *args, **kwargs):
+                logger.warning(
+                    "`output_depth_attentions=True` does nothing in `generate` without `return_dict_in_generate=True`."
+                )
+        if kwargs.get("depth_recorder") is not None:
+            self.check_one_pass_per_token("depth_recorder", *args, **kwargs)
         # Set even if they are not wanted: this model may be the assistant of one whose weights are
         token = _DEPTH_ATTENTIONS_OF_STEPS.set([] if wanted else None)
         try:
@@ -403,24 +411,22 @@ class AttnResGenerationMixin(GenerationMixin):
             prompts.append(list(prompt))
         return prompts
 
-    def check_depth_attentions_of_generation(self, inputs=None, generation_config=None, *args, **kwargs):
-        """Raise a `ValueError` if a token would have no weights or several; warn if they would not be returned."""
-        generation_config = generation_config or self.generation_config
+    def generation_option(self, name: str, inputs=None, generation_config=None, *args, **kwargs):
+        """What the arguments of `generate` say of one of its options, by themselves or in a `generation_config`."""
+        value = kwargs.get(name)
+        return getattr(generation_config or self.generation_config, name, None) if value is None else value
 
-        def option(name: str):
-            value = kwargs.get(name)
-            return getattr(generation_config, name, None) if value is None else value
-
+    def check_one_pass_per_token(self, wanted: str, *args, **kwargs):
+        """Raise a `ValueError` if arguments of `generate` ask for more than a forward pass of this model per token."""
         for name in ("assistant_model", "assistant_early_exit", "prompt_lookup_num_tokens", "prefill_chunk_size"):
-            if option(name) is not None:
+            if self.generation_option(name, *args, **kwargs) is not None:
                 raise ValueError(
-                    f"`output_depth_attentions=True` cannot be combined with `{name}`, which runs the model on several"
-                    " tokens at a time: generate without one of them, or run the model on what was generated."
+                    f"`{wanted}` cannot be combined with `{name}`, which runs the model on several tokens at a time:"
+                    " generate without one of them, or run the model on what was generated."
                 )
-        if not option("return_dict_in_generate"):
-            logger.warning(
-                "`output_depth_attentions=True` does nothing in `generate` without `return_dict_in_generate=True`."
-            )
+
+    def _validate_model_kwargs(self, model_kwargs: dict[str, Any]):
+        super()._validate_model_kwargs({name: model_kwargs[name] for name in model_kwargs if name != "depth_recorder"})
 
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
         steps = _DEPTH_ATTENTIONS_OF_STEPS.get()

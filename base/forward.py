@@ -15,7 +15,8 @@ import torch
 from transformers import Cache
 from transformers.utils import ModelOutput
 
-from ..depth.stream import DepthRecorder, DepthStream
+from ..depth.recorder import DepthRecorder
+from ..depth.stream import DepthStream
 
 
 # What the forward pass of this thread passes to its first layer around the base's code, which may not pass keywords
@@ -68,6 +69,8 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
         FORWARD_CONTEXT.value, FORWARD_CONTEXT.slice_output = (self.trunk, depth_recorder, stream), None
         try:
             outputs = _with_tensors(base_forward(self, *args, **kwargs))
+            if depth_recorder is not None and stream is None and FORWARD_CONTEXT.slice_output is None:
+                depth_recorder.check_read()
         finally:
             FORWARD_CONTEXT.value, FORWARD_CONTEXT.slice_output = outer, None
         if not output_depth_attentions:

@@ -27,7 +27,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from transformers.configuration_utils import PreTrainedConfig
 
-from ..depth.stream import DepthRecorder, DepthStream
+from ..depth.recorder import DepthRecorder
+from ..depth.stream import DepthStream
 from .config import decoder_class, per_layer
 
 

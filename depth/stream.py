@@ -14,7 +14,7 @@ layer (activation checkpointing) or hands streams about (FSDP, pipelines) comput
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
@@ -27,48 +27,9 @@ from .definition import mix_by_definition, scores_by_definition, weights_by_defi
 from .kernels import fused_read
 from .norms import norm_of
 from .reads import PAPERS_READ
+from .recorder import DepthRecorder
 from .tensor_like import TensorLike
 from .two_phases import Chunk, end_of_chunk
-
-
-@dataclass
-class DepthRecorder:
-    """Records the reads and writes of one forward pass, and can mask sources.
-
-    Pass it to a model as `depth_recorder=`. Every read then computes its weights, without a block cache.
-
-    Attributes:
-        masked_source: by site, the source to leave out of the softmax. The site needs to have another one.
-        weights: by site, the weights of the embedding, the closed blocks and the partial sum, `[batch, seq, sources]`.
-        outputs: by site, what the sublayer after it has written, `[batch, seq, hidden]`, or in the shape that a layer
-            which flattens tokens gives it. Set it to `None` to keep none.
-        tokens: `[batch, seq]` of the forward pass, set by the model.
-    """
-
-    masked_source: dict[int, int] = field(default_factory=dict)
-    weights: dict[int, torch.Tensor] = field(default_factory=dict)
-    outputs: dict[int, torch.Tensor] | None = field(default_factory=dict)
-    tokens: torch.Size | None = None
-
-    def masked_at(self, site: int, num_sources: int) -> int | None:
-        """The source that is left out at a site with some sources.
-
-        Raises:
-            ValueError: if it is not there, or the only one.
-        """
-        masked = self.masked_source.get(site)
-        if masked is not None and (num_sources == 1 or not 0 <= masked < num_sources):
-            raise ValueError(
-                f"`masked_source={{{site}: {masked}}}` cannot be left out: site {site} has {num_sources} sources, of"
-                " which one has to be read."
-            )
-        return masked
-
-    def by_token(self, tensor: torch.Tensor, num_dims: int = 1) -> torch.Tensor:
-        """A layer's tensor as `[batch, seq, ...]`, also of one that flattens the tokens; `num_dims` follow them."""
-        if self.tokens is None or tensor.shape[:-num_dims] != (self.tokens.numel(),):
-            return tensor
-        return tensor.unflatten(0, self.tokens)
 
 
 @dataclass(eq=False)  # a dataclass, as FSDP2 looks for tensors in these
@@ -121,8 +82,8 @@ class DepthStream(TensorLike):
                 return self.on_sources(lambda source: source.to(dtype)).write(output)  # all sources are of one dtype
             output = output.to(dtype)
             pending_dtype = None if read_as == dtype else read_as
-        if self.recorder is not None and self.recorder.outputs is not None:
-            self.recorder.outputs[self.site] = output  # itself, as somebody may want its gradient
+        if self.recorder is not None:
+            output = self.recorder.on_output(self.site, output)
         return self._append(output, pending_dtype)
 
     def _append(self, output: torch.Tensor, pending_dtype: torch.dtype | None) -> "DepthStream":
@@ -304,6 +265,7 @@ class DepthStream(TensorLike):
     def with_recorder(self, recorder: DepthRecorder) -> "DepthStream":
         """The stream with a recorder, and so without a block cache."""
         self.check_memory()
+        recorder.check(len(self.queries))
         recorder.tokens = self.shape[:-1]
         return self._replaced(recorder=recorder)
 
@@ -325,7 +287,10 @@ def start_chunk(stream: DepthStream, before: Chunk | None) -> Chunk:
 
 def read_by_definition(stream: DepthStream, norm: nn.Module | None) -> torch.Tensor:
     """What a stream reads, in plain operations, with weights that are recorded."""
-    sources, recorder, factor = stream.sources, stream.recorder, stream._factor()
+    recorder = stream.recorder
+    if recorder is not None:
+        stream = _with_sources(stream, recorder.on_sources(stream.site, stream.sources))
+    sources, factor = stream.sources, stream._factor()
     scores = torch.stack(stream._scores(), dim=-1)
     masked = None if recorder is None else recorder.masked_at(stream.site, len(sources))
     if masked is not None:
@@ -339,6 +304,14 @@ def read_by_definition(stream: DepthStream, norm: nn.Module | None) -> torch.Ten
             weights[..., masked] = 0  # of the stream, too
     mix = mix_by_definition(weights * factor if stream.scale_by_sources else weights, sources)
     return mix if norm is None else norm_of(norm, mix)
+
+
+def _with_sources(stream: DepthStream, sources: Sequence[torch.Tensor]) -> DepthStream:
+    """The stream with others in place of its sources, to be read at its site alone."""
+    closed, of_open_block = tuple(sources[: len(stream.blocks)]), tuple(sources[len(stream.blocks) :])
+    if stream.read_config.open_block == "each":
+        return stream._replaced(blocks=closed, outputs=of_open_block)
+    return stream._replaced(blocks=closed, partial=of_open_block[0] if of_open_block else None)
 
 
 def register_stream(cls: type[DepthStream]) -> type[DepthStream]:

@@ -6,7 +6,7 @@ from rich.progress import track
 from torch import nn
 
 from ..base.probe import probe_sublayers
-from ..depth.stream import DepthRecorder
+from ..depth.recorder import DepthRecorder
 from .measure import evaluation_mode, run_recorded, source_names
 
 

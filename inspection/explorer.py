@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 
 from ..checkpoints.checkpoint import load_config, load_language_model, load_tokenizer
 from ..checkpoints.location import hub_commit
-from ..depth.stream import DepthRecorder
+from ..depth.recorder import DepthRecorder
 from ..utils.devices import check_device, default_device, is_dtype
 from ..utils.files import atomic_folder, check_destination
 from ..utils.installation import ADDRESS

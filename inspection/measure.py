@@ -13,7 +13,8 @@ from transformers import PreTrainedConfig, PreTrainedTokenizerBase
 from ..base.probe import decoder_layers
 from ..configuration_attnres import AttnResConfig
 from ..depth.definition import mix_by_definition, num_sources
-from ..depth.stream import DepthRecorder, DepthStream
+from ..depth.recorder import DepthRecorder
+from ..depth.stream import DepthStream
 
 
 SMALL = 0.01  # a weight below this is almost none

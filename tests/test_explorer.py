@@ -17,7 +17,7 @@ from transformers import AutoTokenizer
 
 from attnres.configuration_attnres import AttnResConfig
 from attnres.data.text import read_sample, train_tokenizer
-from attnres.depth.stream import DepthRecorder
+from attnres.depth.recorder import DepthRecorder
 from attnres.modeling_attnres import AttnResForCausalLM
 
 

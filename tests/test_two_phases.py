@@ -19,7 +19,7 @@ from attnres.depth.block_cache import BlockCache
 from attnres.depth.definition import read_by_definition
 from attnres.depth.other_reads import start_stream
 from attnres.depth.reads import ReadConfig
-from attnres.depth.stream import DepthRecorder
+from attnres.depth.recorder import DepthRecorder
 from attnres.depth.two_phases import end_of_chunk
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 import typer
 
-from attnres.depth.stream import DepthRecorder
+from attnres.depth.recorder import DepthRecorder
 from attnres.utils.files import append_json, read_json_lines
 from studies.reads.study import STEPS, Run, make_model
 from studies.weights import study as weights_study

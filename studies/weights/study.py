@@ -26,7 +26,7 @@ from scipy import stats
 from transformers import AutoModelForCausalLM, TrainerCallback
 
 from attnres.depth.definition import mix_by_definition
-from attnres.depth.stream import DepthRecorder
+from attnres.depth.recorder import DepthRecorder
 from attnres.inspection import ablate, measure
 from attnres.inspection.effects import summed_loss
 from attnres.inspection.measure import evaluation_mode, run_recorded

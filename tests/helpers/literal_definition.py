@@ -51,17 +51,19 @@ class LiteralDefinition(TorchDispatchMode):
         block_size: outputs per block.
         eps: of the norm on the keys.
         sums: whether a mix is multiplied by what makes it the residual stream at queries of zero.
-        num_heads, kind, each: heads and weights of a read, and whether each output of the open block is a source.
+        heads, kind, each: heads and weights of a read, and whether each output of the open block is a source.
         kept: whether the residual stream is added to what is read.
+        edits: functions by site, of what is written after it, or by site and source, of what this site reads.
     """
 
     def __init__(
-        self, first_layer, tensors, block_size, eps, sums, num_heads=1, kind="softmax", each=False, kept=False
+        self, first_layer, tensors, block_size, eps, sums, heads=1, kind="softmax", each=False, kept=False, edits=()
     ):
         super().__init__()
         self.first_layer, self.tensors = first_layer, tensors
         self.block_size, self.eps, self.sums = block_size, eps, sums
-        self.num_heads, self.kind, self.each, self.kept = num_heads, kind, each, kept
+        self.num_heads, self.kind, self.each, self.kept = heads, kind, each, kept
+        self.edits = dict(edits)
 
     def __enter__(self):
         # By the id of a stream's tensor: that tensor (so that nobody else gets the id), and what has been added to it
@@ -102,12 +104,16 @@ class LiteralDefinition(TorchDispatchMode):
         for block in blocks:
             is_open = len(block) < self.block_size
             sources += block if self.each and is_open else [sum(block)]
+        sources = [self.edited((site, i), source) for i, source in enumerate(sources)]
         query, key_norm = self.query_of(site, sources[-1]), self.tensors["key_norm"][site]
         mix, self.weights[site] = mix_by_definition(query, key_norm, sources, self.eps, self.num_heads, self.kind)
         factor = {"softmax": len(sources), "softmax1": len(sources) + 1, "sigmoid": 2}[self.kind]
         if self.kept:
-            mix, factor = sum(outputs) + mix, factor / (1 + factor)
+            mix, factor = sum(sources) + mix, factor / (1 + factor)
         return (mix * (factor if self.sums else 1)).to(value.dtype).view(value.shape)
+
+    def edited(self, place, tensor):
+        return self.edits[place](tensor) if place in self.edits else tensor
 
     def query_of(self, site, newest):
         """`w`, `W x`, or their sum, with the newest source x."""
@@ -152,7 +158,7 @@ class LiteralDefinition(TorchDispatchMode):
         if function in (aten.add.Tensor, aten.add_.Tensor) and not kwargs and (given[0] is None) != (given[1] is None):
             (outputs,), (output,) = [o for o in given if o], [a for a, o in zip(args, given) if o is None]
             if isinstance(output, torch.Tensor) and output.shape == args[0].shape == args[1].shape:
-                output = output.clone()  # before it is added to in place
+                output = self.edited(len(outputs) - 1, output.clone())  # before it is added to in place
                 return self.keep(function(*args), [*outputs, output])
         if function in (aten.mul.Tensor, aten.mul_.Tensor, aten.mul.Scalar) and any(given):
             (factor,) = [a for a, o in zip(args, given) if o is None] or [None]
@@ -176,7 +182,7 @@ class LiteralDefinition(TorchDispatchMode):
         return function(*tree_map(self.read, args), **tree_map(self.read, kwargs))
 
 
-def literal_logits(native, model, input_ids, **kwargs):
+def literal_logits(native, model, input_ids, edits=(), **kwargs):
     """What an AttnRes model should compute, with its base's native model of the same weights: logits and weights."""
     queries, config = model.trunk.depth_queries, model.trunk.config
     layers = next(
@@ -194,6 +200,7 @@ def literal_logits(native, model, input_ids, **kwargs):
         config.attn_res_weights,
         config.attn_res_open_block == "each",
         config.attn_res_stream == "kept",
+        edits,
     )
     with torch.no_grad(), definition:
         logits = native(input_ids, use_cache=False, **kwargs).logits

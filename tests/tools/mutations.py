@@ -18,6 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parents[2]
 OPERATOR = ("tests/test_depth_attention.py", "tests/test_two_phases.py", "tests/test_depth_stream.py")
 READS = ("tests/test_reads.py",)
+RECORDER = ("tests/test_recorder.py",)
 GRADIENTS = ("tests/test_gradients.py",)
 PRETRAINING = ("tests/test_pretrain.py",)
 # Which slow tests of a file are run where the fast ones have not failed, as `pytest -k` takes it
@@ -130,7 +131,7 @@ MUTATIONS = [
     ("depth/other_reads.py", "query = self.sources[-1].to(gamma.dtype)", "query = self.blocks[-1].to(gamma.dtype)", READS),
     ("depth/other_reads.py", "new.outputs, new.read_config = tuple(leaves[:num_outputs]), read_config", "new.read_config = read_config", READS),
     ("depth/other_reads.py", "new.projections = tuple(leaves[:num_projections])", "new.projections = tuple(t.detach() for t in leaves[:num_projections])", READS),
-    ("depth/stream.py", "        return tensor.unflatten(0, self.tokens)", "        return tensor", ("tests/test_depth_stream.py", "tests/test_decoders.py", "tests/test_families.py")),
+    ("depth/recorder.py", "        return tensor.unflatten(0, self.tokens)", "        return tensor", ("tests/test_depth_stream.py", "tests/test_decoders.py", "tests/test_families.py")),
     ("depth/queries.py", "if of_read else ReadConfig()\n        if read_config != self.read_config:", "if of_read else ReadConfig()\n        if False:", READS),
     ("depth/queries.py", "read_config = ReadConfig.of(config)\n        if read_config != self.read_config:", "read_config = ReadConfig.of(config)\n        if False:", READS),
     ("depth/queries.py", "init.normal_(tensor, std=self.std)", "init.zeros_(tensor)", READS),
@@ -181,7 +182,7 @@ MUTATIONS = [
     ("base/slices.py", "if not 0 <= start < end <= len(layers):", "if False:", ("tests/test_generation.py",)),
     ("modeling_attnres.py", "    forward = with_depth_attentions(GenericForSequenceClassification.forward)", "    pass", ("tests/test_loading.py",)),
     ("base/classes.py", " and not args and not kwargs", "", STREAM),
-    ("depth/stream.py", "masked is not None and (num_sources == 1 or not 0 <= masked < num_sources)", "False", STREAM),
+    ("depth/recorder.py", "masked is not None and (num_sources == 1 or not 0 <= masked < num_sources)", "False", STREAM),
     ("depth/other_reads.py", "return (() if self.partial is None else (self.partial,)) + self.outputs", "return *super().open_tensors, *self.outputs", READS),
     # The kept stream
     ("depth/autograd.py", "return mix if closed_sum is None else mix + closed_sum", "return mix", OPERATOR),
@@ -201,6 +202,16 @@ MUTATIONS = [
     ("depth/stream.py", "and not self.read_config.keeps_stream", "", OPERATOR),
     ("depth/reads.py", "return inverse_weight / (inverse_weight + 1) if self.keeps_stream else inverse_weight", "return inverse_weight", READS),
     ("depth/reads.py", "*(places if self.keeps_stream else places[:-1])", "*places", READS),
+    # What a recorder changes
+    ("depth/recorder.py", "edit(given)", "edit(tensor)", RECORDER),
+    ("depth/recorder.py", "tensor.clone()", "tensor", RECORDER),
+    ("depth/recorder.py", "edited.to(tensor)", "edited", RECORDER),
+    ("depth/recorder.py", "last = num_sites - 2 if name", "last = num_sites - 1 if name", RECORDER),
+    ("depth/recorder.py", "if not 0 <= source < len(seen):", "if source >= len(seen):", RECORDER),
+    ("depth/recorder.py", "            output = self._edited(", "            self._edited(", RECORDER),
+    ("depth/stream.py", "stream._replaced(blocks=closed, outputs=of_open_block)", "stream._replaced(blocks=closed)", RECORDER),
+    ("depth/stream.py", "partial=of_open_block[0] if of_open_block else None", "partial=stream.partial", RECORDER),
+    ("base/forward.py", "                depth_recorder.check_read()", "                pass", RECORDER),
 ]  # fmt: skip
 
 
