@@ -1,6 +1,6 @@
 # make demo   the main job, offline, on a CPU, in minutes
 # make test   the tests that run with every change: one of each kind
-# make test-all   all the others
+# make test-all   all the others. MINUTES=30: in an order by chance, and none is started after 30 minutes
 # make real   a real pretrained model through every command, in attnres-real/, offline
 # make gpu   what the models cost on your GPU, and whether its kernels are right, in 8 minutes, in gpu-results/. PYTHON names
 #   the Python that has torch for GPUs, which you install yourself: nothing there is installed or changed. More in OPTIONS
@@ -57,7 +57,7 @@ test: $(VENV)/installed-dev
 	$(BIN)/python -m pytest -n 2
 
 test-all: $(VENV)/installed-real
-	$(BIN)/python -m pytest -n 2 -m slow
+	$(BIN)/python -m pytest -n 2 -m slow $(if $(MINUTES),--minutes $(MINUTES))
 
 # In half an hour; interrupted, it goes on
 real: $(VENV)/installed-real

@@ -3,9 +3,11 @@
 
 import logging
 import os
+import random
 import shutil
 import signal
 import tempfile
+import time
 import warnings
 
 
@@ -43,9 +45,39 @@ def pytest_unconfigure():
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
+OUT_OF_TIME = "out of time"
+
+
+def pytest_addoption(parser):
+    help = "start no test after so many minutes. The order of the files is another one in each run"
+    parser.addoption("--minutes", type=float, help=help)
+
+
+def pytest_sessionstart(session):
+    session.config.started = time.monotonic()
+
+
+def pytest_runtest_setup(item):
+    minutes = item.config.getoption("--minutes")
+    if minutes is not None and time.monotonic() - item.config.started > 60 * minutes:
+        pytest.skip(OUT_OF_TIME)
+
+
+def pytest_terminal_summary(terminalreporter):
+    left_out = sum(OUT_OF_TIME in str(report.longrepr) for report in terminalreporter.getreports("skipped"))
+    if left_out:
+        minutes = terminalreporter.config.getoption("--minutes")
+        terminalreporter.write_line(f"{left_out} tests were not run, as {minutes:g} minutes were over")
+
+
 @pytest.hookimpl(tryfirst=True)  # before those that are deselected are looked for
-def pytest_collection_modifyitems(items):
+def pytest_collection_modifyitems(config, items):
     """`one_in(n)`: the first case of a test and every n-th with every change, the others in `make test-all`."""
+    if config.getoption("--minutes") is not None:
+        # The same in all processes of a run. Tests of a file stay together, as they share what is made for them
+        draw = random.Random(os.environ.get("PYTEST_XDIST_TESTRUNUID"))
+        places = {name: draw.random() for name in dict.fromkeys(item.path.name for item in items)}
+        items.sort(key=lambda item: places[item.path.name])
     cases = {}
     for item in items:
         if (marker := item.get_closest_marker("one_in")) is not None and item.get_closest_marker("slow") is None:

@@ -20,7 +20,7 @@ def attnres(*args) -> subprocess.CompletedProcess:
 def test_demo_and_its_rerun(tmp_path):
     first = attnres("demo", "--output", tmp_path / "out", "--steps", 3)
     assert first.returncode == 0, first.stderr
-    again = attnres("demo", "--output", tmp_path / "out", "--num-blocks", 8)
+    again = attnres("demo", "--output", tmp_path / "out", "--num-blocks", 8, "--steps", 3)
     assert again.returncode == 0, again.stderr
     assert "Using the base model in" in again.stdout
     for result in (first, again):
