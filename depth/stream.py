@@ -288,9 +288,12 @@ def start_chunk(stream: DepthStream, before: Chunk | None) -> Chunk:
 def read_by_definition(stream: DepthStream, norm: nn.Module | None) -> torch.Tensor:
     """What a stream reads, in plain operations, with weights that are recorded."""
     recorder = stream.recorder
+    sources = given = stream.sources
     if recorder is not None:
-        stream = _with_sources(stream, recorder.on_sources(stream.site, stream.sources))
-    sources, factor = stream.sources, stream._factor()
+        sources = recorder.on_sources(stream.site, given)
+        if any(source is not before for source, before in zip(sources, given)):
+            stream = _with_sources(stream, sources)
+    factor = stream._factor()
     scores = torch.stack(stream._scores(), dim=-1)
     masked = None if recorder is None else recorder.masked_at(stream.site, len(sources))
     if masked is not None:
