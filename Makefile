@@ -1,6 +1,6 @@
 # make demo   the main job, offline, on a CPU, in minutes
 # make test   the tests that run with every change: one of each kind
-# make test-all   all the others. MINUTES=30: in an order by chance, and none is started after 30 minutes
+# make test-all   all the others. MINUTES=30 starts none after 30 minutes, and prints how many are left out. Their order is random
 # make real   a real pretrained model through every command, in attnres-real/, offline
 # make gpu   what the models cost on your GPU, and whether its kernels are right, in 8 minutes, in gpu-results/. PYTHON names
 #   the Python that has torch for GPUs, which you install yourself: nothing there is installed or changed. More in OPTIONS
@@ -41,7 +41,7 @@ STUDIES := small_model reads weights retrofit recipe two_depths
 SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVERSION=true OMP_NUM_THREADS=1 \
 	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE) READ="$(READ)"
 VERSION_TESTS := $(addprefix tests/test_,conversion.py families.py generation.py interchange.py loading.py \
-	multimodal.py readme.py remote_code.py)
+	multimodal.py readme.py recorder.py remote_code.py)
 # What transformers 5.16 does not have, or cannot do with the base itself
 LEFT_OUT-5.16 := -k "not kimi_linear and not test_bases_do_not_touch_each_other and not assistant_early_exit \
 	and not continuous_batching"

@@ -35,7 +35,13 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .base.classes import BaseConversions, ReadingNorm, class_by_name, combined_class, new_combined
 from .base.config import base_config_class, check_base_model_type, decoder_class
-from .base.forward import FORWARD_CONTEXT, depth_output_class, kv_cache_among, with_depth_attentions
+from .base.forward import (
+    FORWARD_CONTEXT,
+    checkpoint_of_layers,
+    depth_output_class,
+    kv_cache_among,
+    with_depth_attentions,
+)
 from .base.library_lookups import typed_as_base
 from .base.probe import decoder_layers
 from .base.slices import AttnResSliceMixin, carry_streams, rules_of_stage
@@ -45,7 +51,7 @@ from .depth.block_cache import BlockCache
 from .depth.other_reads import start_stream
 from .depth.queries import AttnResDepthQueries, fold_queries
 from .depth.recorder import DepthRecorder
-from .depth.stream import DepthStream, checkpoint_stream
+from .depth.stream import DepthStream
 
 
 logger = logging.get_logger(__name__)
@@ -163,7 +169,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
 
     def _set_gradient_checkpointing(self, enable: bool = True, gradient_checkpointing_func=None, **kwargs):
         if gradient_checkpointing_func is not None:
-            kwargs["gradient_checkpointing_func"] = functools.partial(checkpoint_stream, gradient_checkpointing_func)
+            kwargs["gradient_checkpointing_func"] = checkpoint_of_layers(gradient_checkpointing_func)
         super()._set_gradient_checkpointing(enable, **kwargs)
 
     def save_pretrained(self, *args, **kwargs):
@@ -262,9 +268,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         for layer, num_sublayers in zip(layers, self.config.sublayers_per_layer()):
             layer.depth_sites = exit_site, (exit_site := exit_site + num_sublayers)
             if hasattr(layer, "_gradient_checkpointing_func"):  # the base has read this in the config
-                layer._gradient_checkpointing_func = functools.partial(
-                    checkpoint_stream, layer._gradient_checkpointing_func
-                )
+                layer._gradient_checkpointing_func = checkpoint_of_layers(layer._gradient_checkpointing_func)
             # Methods, which a copy of the model binds to the copy
             layer.register_forward_pre_hook(self.enter_layer, with_kwargs=True)
             layer.register_forward_hook(self.leave_layer)

@@ -16,7 +16,7 @@ from transformers import Cache
 from transformers.utils import ModelOutput
 
 from ..depth.recorder import DepthRecorder
-from ..depth.stream import DepthStream
+from ..depth.stream import DepthStream, checkpoint_stream
 
 
 # What the forward pass of this thread passes to its first layer around the base's code, which may not pass keywords
@@ -81,6 +81,31 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
         return outputs if return_dict else outputs.to_tuple()
 
     return forward
+
+
+def checkpoint_of_layers(checkpoint: Callable) -> Callable:
+    """What layers are checkpointed with, which get a stream: see `checkpoint_stream`.
+
+    The stream begins in the first layer. Before transformers 5.20 that is within what is computed again, after the
+    forward pass, so its recorder is kept for then.
+    """
+
+    def checkpoint_in_pass(function: Callable, *args):
+        value = getattr(FORWARD_CONTEXT, "value", None)
+        if value is None or value[1] is None:
+            return checkpoint(function, *args)
+
+        def run(*args):
+            outer = getattr(FORWARD_CONTEXT, "value", None)
+            FORWARD_CONTEXT.value = value
+            try:
+                return function(*args)
+            finally:
+                FORWARD_CONTEXT.value = outer
+
+        return checkpoint(run, *args)
+
+    return functools.partial(checkpoint_stream, checkpoint_in_pass)
 
 
 def _with_tensors(outputs: Any) -> Any:

@@ -3,6 +3,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from numbers import Integral
 
 import torch
 
@@ -42,28 +43,31 @@ class DepthRecorder:
     tokens: torch.Size | None = None
 
     def check(self, num_sites: int):
-        """Raise a `ValueError` if a site does not exist, at which something is to be changed."""
-        for name, sites in (
-            ("masked_source", self.masked_source),
-            ("edit_source", [site for site, _ in self.edit_source]),
-            ("edit_output", self.edit_output),
-        ):
+        """Raise a `ValueError` if something that is to be changed cannot be there, or has no function."""
+        for place in self.edit_source:
+            if not isinstance(place, tuple) or len(place) != 2:
+                raise ValueError(f"`edit_source` has the key {place!r}, which has to be `(site, source)`.")
+        for name, edits in (("edit_output", self.edit_output), ("edit_source", self.edit_source)):
+            for place, edit in edits.items():
+                if not callable(edit):
+                    raise ValueError(f"`{name}[{place!r}]` has to be a function, and is a {type(edit).__name__}.")
+        places = [("edit_output", site) for site in self.edit_output]
+        for name, site in places + self._changed_reads():
             last = num_sites - 2 if name == "edit_output" else num_sites - 1  # nothing is written after the last read
-            for site in sites:
-                if not 0 <= site <= last:
-                    raise ValueError(f"`{name}` has site {site}, which does not exist: they go from 0 to {last}.")
+            if not isinstance(site, Integral) or not 0 <= site <= last:
+                raise ValueError(f"`{name}` has site {site!r}, which does not exist: they go from 0 to {last}.")
 
     def check_read(self):
         """Raise a `ValueError` if a site has not been read, at which something was to be changed."""
-        for name, sites in (
-            ("masked_source", self.masked_source),
-            ("edit_source", [site for site, _ in self.edit_source]),
-        ):
-            for site in sites:
-                if site not in self.weights:
-                    raise ValueError(
-                        f"`{name}` has site {site}, which this base never reads. It reads {sorted(self.weights)}."
-                    )
+        for name, site in self._changed_reads():
+            if site not in self.weights:
+                raise ValueError(
+                    f"`{name}` has site {site}, which this base never reads. It reads {sorted(self.weights)}."
+                )
+
+    def _changed_reads(self) -> list[tuple[str, int]]:
+        masked = [("masked_source", site) for site in self.masked_source]
+        return masked + [("edit_source", site) for site, _ in self.edit_source]
 
     def masked_at(self, site: int, num_sources: int) -> int | None:
         """The source that is left out at a site with some sources.
@@ -123,4 +127,4 @@ class DepthRecorder:
             raise ValueError(
                 f"`{name}` has to return a tensor of the shape {list(given.shape)}, and returned {found}."
             )
-        return edited.to(tensor).view(tensor.shape)  # of the dtype that the model computes in
+        return edited.to(tensor).reshape(tensor.shape)  # of the dtype that the model computes in

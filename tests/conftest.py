@@ -49,7 +49,7 @@ OUT_OF_TIME = "out of time"
 
 
 def pytest_addoption(parser):
-    help = "start no test after so many minutes. The order of the files is another one in each run"
+    help = "start no test after this many minutes. The order of the files is random"
     parser.addoption("--minutes", type=float, help=help)
 
 

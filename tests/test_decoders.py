@@ -29,9 +29,9 @@ from attnres.training import finetune
 
 
 # Of different kinds: what they add at once, norms behind sublayers, positions, names of things, caches, states
-SPREAD = ("gpt_neox", "cohere2", "gpt2", "bloom", "opt", "phi", "mamba")
+SPREAD = ("gpt_neox", "cohere2", "gemma3_text", "olmo2", "gpt2", "bloom", "opt", "phi", "mamba", "jamba", "glm4_moe")
 # By their states, or because their code makes masks without the positions
-SEE_OTHER_DOCUMENTS = ("bloom", "opt", "mamba")
+SEE_OTHER_DOCUMENTS = ("bloom", "opt", "mamba", "jamba")
 # Sums in fp64, in other orders: layers deep, and some of them long
 ROUNDING = 1e-12
 

@@ -280,6 +280,23 @@ def test_gradients_and_checkpointing(model_type, converted):
         assert (gradient - expected[name]).abs().max() <= 1e-13 * largest, name
 
 
+def test_steered(model_type, converted):
+    """As a decoder is: nothing changes by an edit that changes nothing, and tokens are those of forward passes."""
+    model = load(converted[1])
+    randomize_queries(model)
+    inputs = make_inputs(model_type)
+    with torch.no_grad():
+        plain, same, steered = (
+            model(**inputs, depth_recorder=attnres.DepthRecorder(edit_output={1: edit, 2: edit})).logits
+            for edit in (lambda output: None, lambda output: output * 1, lambda output: output + 2)
+        )
+    torch.testing.assert_close(same, plain, rtol=0, atol=0)
+    assert (steered - plain).abs().max() > 1e-3
+    recorder = attnres.DepthRecorder(edit_output={1: lambda output: output + 2, 2: lambda output: output + 2})
+    tokens = model.generate(**inputs, max_new_tokens=2, do_sample=False, depth_recorder=recorder)
+    assert tokens[:, inputs["input_ids"].shape[1]].equal(steered[:, -1].argmax(-1))
+
+
 def test_config(model_type, converted):
     base, config = (AutoConfig.from_pretrained(path) for path in converted)
     assert isinstance(config, (attnres.AttnResMultimodalConfig, type(base))) and isinstance(config, type(base))

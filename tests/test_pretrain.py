@@ -544,8 +544,10 @@ def finished(folder, num_processes, config):
 
 LAYOUTS = {
     "pipeline": (2, {"pp_size": 2, "schedule": "ZBVZeroBubble"}),
+    "tensor parallelism": (2, {"tp_size": 2}),
     "replicas": (4, {"pp_size": 2, "per_device_train_batch_size": 2}),
     "all": (8, {"pp_size": 2, "tp_size": 2, "per_device_train_batch_size": 2}),
+    "data parallelism": (2, {"per_device_train_batch_size": 2}),
 }
 
 
@@ -603,16 +605,21 @@ def test_another_layout_goes_on(folder, tmp_path):
 
 
 @pytest.mark.slow
-def test_killed(folder, tmp_path):
+@pytest.mark.parametrize(
+    "layout, kills",
+    [({"pp_size": 2}, ("all", "one")), ({"per_device_train_batch_size": 2}, ("one",))],
+    ids=["stages", "replicas"],
+)
+def test_killed(folder, tmp_path, layout, kills):
     """SIGKILL behind each of some checkpoints, of all processes or of one: the weights are those of a run without."""
-    config = {**fields(folder, tmp_path / "killed", max_steps=60, save_steps=2, save_total_limit=3), "pp_size": 2}
+    config = {**fields(folder, tmp_path / "killed", max_steps=60, save_steps=2, save_total_limit=3), **layout}
     history, expected = finished(tmp_path, 2, {**config, "output_dir": str(tmp_path / "whole")})
 
     def newest():
         saved = (tmp_path / "killed").glob("checkpoint-*")
         return max((int(path.name.split("-")[1]) for path in saved), default=0)
 
-    for kill in ("all", "one"):
+    for kill in kills:
         before, process = newest(), start(tmp_path, 2, config)
         while newest() == before and process.poll() is None:
             time.sleep(0.005)

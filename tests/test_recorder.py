@@ -1,6 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """Steering and patching: what a `DepthRecorder` changes in a forward pass, and what it leaves as it is."""
 
+from concurrent.futures import ThreadPoolExecutor
+
 import pytest
 import torch
 from decoder_configs import decoder_config
@@ -9,7 +11,7 @@ from test_reads import SOME, converted, name_of, randomize
 from tiny_models import tiny_base_model
 from transformers import AutoModelForCausalLM, GenerationConfig
 
-from attnres import DepthRecorder, DepthStream
+from attnres import AttnResConfig, AttnResForSequenceClassification, DepthRecorder, DepthStream
 from attnres.depth.other_reads import start_stream
 from attnres.depth.reads import ReadConfig
 
@@ -111,9 +113,10 @@ def test_in_place_or_not(input_ids):
         torch.testing.assert_close(logits, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("site", [0, 1, 3])
 @pytest.mark.parametrize("use_reentrant", [None, True, False])
-def test_gradients_reach_a_vector(use_reentrant, input_ids):
-    """Also where layers are computed again in the backward pass."""
+def test_gradients_reach_a_vector(use_reentrant, site, input_ids):
+    """Also where layers are computed again in the backward pass, and in the first one, in which the stream begins."""
     base_model = tiny_base_model("starcoder2", residual_dropout=0.0, embedding_dropout=0.0).double()
     model = randomize(converted(base_model, 3, {}))
     if use_reentrant is not None:
@@ -122,7 +125,7 @@ def test_gradients_reach_a_vector(use_reentrant, input_ids):
     vector = torch.randn(32, dtype=torch.float64, requires_grad=True)
 
     def loss(vector):
-        recorder = DepthRecorder(edit_output={3: lambda output: output + vector}, outputs=None)
+        recorder = DepthRecorder(edit_output={site: lambda output: output + vector}, outputs=None)
         return model(input_ids, depth_recorder=recorder).logits.log_softmax(-1)[..., 7].sum()
 
     loss(vector).backward()
@@ -205,6 +208,12 @@ def test_where_generation_cannot_be_steered(input_ids):
         ({"edit_source": {(8, -1): torch.abs}}, "`edit_source` has source -1 of site 8"),
         ({"edit_output": {2: lambda output: output[:, -1]}}, "`edit_output[2]` has to return a tensor of the shape"),
         ({"edit_output": {2: lambda output: output.mean(-1, True)}}, "[3, 11, 32], and returned [3, 11, 1]."),
+        ({"edit_source": {8: torch.abs}}, "`edit_source` has the key 8, which has to be `(site, source)`."),
+        ({"edit_source": {(8, 1, 0): torch.abs}}, "`edit_source` has the key (8, 1, 0)"),
+        ({"edit_source": {(8, 1): torch.ones(32)}}, "`edit_source[(8, 1)]` has to be a function, and is a Tensor."),
+        ({"edit_output": {2: None}}, "`edit_output[2]` has to be a function, and is a NoneType."),
+        ({"edit_output": {"mlp": torch.abs}}, "`edit_output` has site 'mlp', which does not exist"),
+        ({"edit_output": {2.5: torch.abs}}, "`edit_output` has site 2.5, which does not exist"),
         ({"edit_source": {(8, 1): lambda source: 0}}, "`edit_source[8, 1]` has to return a tensor of the shape"),
     ],
 )
@@ -224,6 +233,77 @@ def test_a_site_that_is_never_read(fields, input_ids):
     name = next(iter(fields))
     with pytest.raises(ValueError, match=rf"`{name}` has site 1, which this base never reads. It reads \[0, 2, 4"):
         model(input_ids, depth_recorder=DepthRecorder(**fields))
+
+
+def test_a_function_that_fails_leaves_nothing_behind(input_ids):
+    model = tiny_model()
+    with torch.no_grad():
+        expected = model(input_ids).logits
+
+        def fail(tensor):
+            tensor.zero_()
+            raise KeyError("mine")
+
+        for name, place in (("edit_output", 2), ("edit_source", (5, 1))):
+            with pytest.raises(KeyError, match="mine"):
+                model(input_ids, depth_recorder=DepthRecorder(**{name: {place: fail}}))
+            with pytest.raises(KeyError, match="mine"):
+                model.generate(input_ids, max_new_tokens=2, depth_recorder=DepthRecorder(**{name: {place: fail}}))
+        torch.testing.assert_close(model(input_ids).logits, expected, rtol=0, atol=0)
+
+
+def test_what_is_patched_in_stays_as_it_was(input_ids):
+    """A run's own records, given to another one as they are, or with a batch that is one row seen several times."""
+    model = tiny_model()
+    clean = DepthRecorder(sources={})
+    with torch.no_grad():
+        model(input_ids, depth_recorder=clean)
+        before = {site: output.clone() for site, output in clean.outputs.items()}
+        row = DepthRecorder()
+        model(input_ids[:1], depth_recorder=row)
+        for edits in (
+            {"edit_output": {site: set_to(output) for site, output in clean.outputs.items()}},
+            {"edit_output": {5: set_to(row.outputs[5].expand(3, -1, -1))}},
+            {"edit_source": {(8, 0): set_to(clean.sources[8][0]), (8, 1): set_to(clean.sources[8][2])}},
+        ):
+            model(input_ids.flip(0), depth_recorder=DepthRecorder(**edits))
+    for site, output in clean.outputs.items():
+        torch.testing.assert_close(output, before[site], rtol=0, atol=0)
+
+
+def test_compiled(input_ids):
+    model, recorder = tiny_model("llama"), adding(PLACES)
+    with torch.no_grad():
+        expected = model(input_ids, depth_recorder=adding(PLACES)).logits
+        compiled = torch.compile(model, backend="eager")
+        torch.testing.assert_close(compiled(input_ids, depth_recorder=recorder).logits, expected, rtol=1e-5, atol=1e-5)
+    torch.compiler.reset()
+    assert sorted(recorder.weights) == list(range(9))
+
+
+def test_two_threads_with_a_recorder_each(input_ids):
+    """One model, steered by one of them."""
+    model = tiny_model()
+    with torch.no_grad():
+        expected = [model(input_ids, depth_recorder=adding(places)).logits for places in ({}, {5: 2.0})]
+
+    def run(places):
+        with torch.no_grad():
+            return [model(input_ids, depth_recorder=adding(places)).logits for _ in range(5)]
+
+    with ThreadPoolExecutor() as pool:
+        for logits, found in zip(expected, pool.map(run, ({}, {5: 2.0}))):
+            for of_thread in found:
+                torch.testing.assert_close(of_thread, logits, rtol=0, atol=0)
+
+
+def test_classification(input_ids):
+    config = AttnResConfig.from_base_config(tiny_base_model("llama").config, block_size=3, pad_token_id=0)
+    model = randomize(AttnResForSequenceClassification(config).eval())
+    with torch.no_grad():
+        logits = [model(input_ids, depth_recorder=adding(places)).logits for places in ({}, PLACES)]
+        torch.testing.assert_close(model(input_ids).logits, logits[0])
+    assert relative(logits[1], logits[0]) > 1e-3
 
 
 def test_in_a_slice_of_the_layers(input_ids):
