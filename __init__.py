@@ -17,6 +17,8 @@ _PUBLIC_NAMES = {
     "AttnResConfig": ".configuration_attnres",
     "AttnResForCausalLM": ".modeling_attnres",
     "AttnResForConditionalGeneration": ".multimodal_attnres",
+    "AttnResForImageClassification": ".modeling_attnres",
+    "AttnResForMaskedLM": ".modeling_attnres",
     "AttnResForQuestionAnswering": ".modeling_attnres",
     "AttnResForSequenceClassification": ".modeling_attnres",
     "AttnResForTokenClassification": ".modeling_attnres",

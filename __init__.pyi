@@ -7,6 +7,8 @@ from .depth.block_cache import BlockCache as BlockCache
 from .depth.recorder import DepthRecorder as DepthRecorder
 from .depth.stream import DepthStream as DepthStream
 from .modeling_attnres import AttnResForCausalLM as AttnResForCausalLM
+from .modeling_attnres import AttnResForImageClassification as AttnResForImageClassification
+from .modeling_attnres import AttnResForMaskedLM as AttnResForMaskedLM
 from .modeling_attnres import AttnResForQuestionAnswering as AttnResForQuestionAnswering
 from .modeling_attnres import AttnResForSequenceClassification as AttnResForSequenceClassification
 from .modeling_attnres import AttnResForTokenClassification as AttnResForTokenClassification

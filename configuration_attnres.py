@@ -37,6 +37,8 @@ REMOTE_CODE_AUTO_MAP = {
     "AutoConfig": "configuration_attnres.AttnResConfig",
     "AutoModel": "modeling_attnres.AttnResModel",
     "AutoModelForCausalLM": "modeling_attnres.AttnResForCausalLM",
+    "AutoModelForImageClassification": "modeling_attnres.AttnResForImageClassification",
+    "AutoModelForMaskedLM": "modeling_attnres.AttnResForMaskedLM",
     "AutoModelForQuestionAnswering": "modeling_attnres.AttnResForQuestionAnswering",
     "AutoModelForSequenceClassification": "modeling_attnres.AttnResForSequenceClassification",
     "AutoModelForTokenClassification": "modeling_attnres.AttnResForTokenClassification",

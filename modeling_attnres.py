@@ -34,7 +34,14 @@ from transformers.utils import ModelOutput, logging
 from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .base.classes import BaseConversions, ReadingNorm, class_by_name, combined_class, new_combined
-from .base.config import base_config_class, check_base_model_type, decoder_class
+from .base.config import (
+    ENCODER_CLASSES,
+    base_config_class,
+    check_base_model_type,
+    decoder_class,
+    encoder_class,
+    is_encoder,
+)
 from .base.forward import (
     FORWARD_CONTEXT,
     checkpoint_of_layers,
@@ -105,7 +112,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
             "_can_set_attn_implementation": base._can_set_attn_implementation,
         }
         if "forward" in dir(base) and base.forward is not nn.Module.forward:
-            members["forward"] = with_depth_attentions(base.forward)
+            members |= {"forward": with_depth_attentions(base.forward), "__init__": base.__init__}
         return members
 
     def post_init(self):
@@ -475,8 +482,18 @@ class AttnResForCausalLM(AttnResPreTrainedModel, AttnResGenerationMixin):
         return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
 
 
+class AttnResHeadMixin:
+    """Of an encoder the base's own model for the task, of a decoder transformers' generic one."""
+
+    @classmethod
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        if not is_encoder(base_model_type):
+            return super().class_of_base(base_model_type)
+        return class_for_task(base_model_type, cls)
+
+
 # The generic heads make their model through `AutoModel`, which knows nothing of code from a Hub repository
-class AttnResForSequenceClassification(GenericForSequenceClassification, AttnResPreTrainedModel):
+class AttnResForSequenceClassification(AttnResHeadMixin, GenericForSequenceClassification, AttnResPreTrainedModel):
     """The decoder of the base with reads over depth, and a linear layer that classifies the sequence."""
 
     forward = with_depth_attentions(GenericForSequenceClassification.forward)
@@ -490,7 +507,7 @@ class AttnResForSequenceClassification(GenericForSequenceClassification, AttnRes
         self.post_init()
 
 
-class AttnResForTokenClassification(GenericForTokenClassification, AttnResPreTrainedModel):
+class AttnResForTokenClassification(AttnResHeadMixin, GenericForTokenClassification, AttnResPreTrainedModel):
     """The decoder of the base with reads over depth, and a linear layer that classifies each token."""
 
     forward = with_depth_attentions(GenericForTokenClassification.forward)
@@ -506,7 +523,7 @@ class AttnResForTokenClassification(GenericForTokenClassification, AttnResPreTra
         self.post_init()
 
 
-class AttnResForQuestionAnswering(GenericForQuestionAnswering, AttnResPreTrainedModel):
+class AttnResForQuestionAnswering(AttnResHeadMixin, GenericForQuestionAnswering, AttnResPreTrainedModel):
     """The decoder of the base with reads over depth, and a linear layer that scores starts and ends of answers."""
 
     forward = with_depth_attentions(GenericForQuestionAnswering.forward)
@@ -524,6 +541,40 @@ class AttnResForQuestionAnswering(GenericForQuestionAnswering, AttnResPreTrained
 
     def set_input_embeddings(self, value):
         self.base_model.set_input_embeddings(value)
+
+
+class AttnResForMaskedLM(AttnResPreTrainedModel):
+    """The base's masked language model, of an encoder, with reads over depth."""
+
+    forward = AttnResModel.forward
+
+    @classmethod
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        return class_for_task(base_model_type, cls)
+
+
+class AttnResForImageClassification(AttnResPreTrainedModel):
+    """The base's classifier of images, of a vision transformer, with reads over depth."""
+
+    forward = AttnResModel.forward
+
+    @classmethod
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        return class_for_task(base_model_type, cls)
+
+
+def class_for_task(base_model_type: str, ours: type) -> type[PreTrainedModel]:
+    """The base's class for the task of one of ours.
+
+    Raises:
+        ValueError: if there is none.
+    """
+    name = next(of_ours.__name__ for of_ours in ours.__mro__ if of_ours.__name__ in ENCODER_CLASSES)
+    found = encoder_class(base_model_type, name)
+    if found is None:
+        task = name.removeprefix("AttnResFor")
+        raise ValueError(f"`base_model_type={base_model_type!r}` is not supported: transformers has no {task} for it.")
+    return found
 
 
 def reason_against_weights(model, loading_info) -> str | None:
@@ -577,6 +628,8 @@ def depth_of_weights(names: Iterable[str], num_layers: int) -> int:
 
 __all__ = [
     "AttnResForCausalLM",
+    "AttnResForImageClassification",
+    "AttnResForMaskedLM",
     "AttnResForQuestionAnswering",
     "AttnResForSequenceClassification",
     "AttnResForTokenClassification",

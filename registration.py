@@ -22,6 +22,8 @@ def _register_models(auto_module):
         ("_FOR_CAUSAL_LM", "attnres_multimodal", "AttnResForConditionalGeneration"),
         ("_FOR_IMAGE_TEXT_TO_TEXT", "attnres_multimodal", "AttnResForConditionalGeneration"),
         ("_FOR_MULTIMODAL_LM", "attnres_multimodal", "AttnResForConditionalGeneration"),
+        ("_FOR_IMAGE_CLASSIFICATION", "attnres", "AttnResForImageClassification"),
+        ("_FOR_MASKED_LM", "attnres", "AttnResForMaskedLM"),
         ("_FOR_QUESTION_ANSWERING", "attnres", "AttnResForQuestionAnswering"),
         ("_FOR_SEQUENCE_CLASSIFICATION", "attnres", "AttnResForSequenceClassification"),
         ("_FOR_TOKEN_CLASSIFICATION", "attnres", "AttnResForTokenClassification"),

@@ -21,6 +21,22 @@ EXCEPTIONS = dict.fromkeys(
     ("attnres", "attnres_multimodal", "inkling2", "inkling2_text"), "it is an attention-residual architecture already"
 )
 
+# Our classes on encoders, and where transformers has the base's
+ENCODER_CLASSES = {
+    "AttnResModel": "MODEL_MAPPING",
+    "AttnResForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING",
+    "AttnResForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "AttnResForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "AttnResForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    "AttnResForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+}
+
+# In transformers' names of mappings, the tasks of models that generate text or sound
+_GENERATING = (
+    *("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MULTIMODAL_LM"),
+    *("TEXT_TO_WAVEFORM", "TEXT_TO_SPECTROGRAM"),
+)
+
 # Class attributes of a base config that transformers looks up on the config: ours belong to an instance
 MIRRORED_ATTRIBUTES = (
     "attribute_map base_model_tp_plan base_model_ep_plan default_theta sub_configs ignore_keys_at_rope_validation"
@@ -44,7 +60,7 @@ def check_base_model_type(base_model_type: str, has_lm_head: bool = False):
     """
     if not isinstance(base_model_type, str):
         raise ValueError(
-            f"`base_model_type={base_model_type!r}` must be the model type of a decoder, a string such as 'qwen3',"
+            f"`base_model_type={base_model_type!r}` must be the model type of a base, a string such as 'qwen3',"
             f" not {type_with_article(base_model_type)}."
         )
     if base_model_type in EXCEPTIONS:
@@ -59,7 +75,7 @@ def check_base_model_type(base_model_type: str, has_lm_head: bool = False):
     if config_class is not None and config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
     inside = config_class is not None and is_inside_multimodal(config_class)  # type: ignore[arg-type]
-    if inside and not has_lm_head:
+    if not has_lm_head and (inside or is_encoder(base_model_type)):
         return
     close = difflib.get_close_matches(base_model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
@@ -67,8 +83,31 @@ def check_base_model_type(base_model_type: str, has_lm_head: bool = False):
         hint = " Its models are inside multimodal ones, which are converted whole."
     raise ValueError(
         f"`base_model_type={base_model_type!r}` is not supported: transformers {__version__} has no causal"
-        f" language model of this type.{hint}"
+        f" language model{'' if has_lm_head else ' and no encoder'} of this type.{hint}"
     )
+
+
+def is_encoder(base_model_type: str) -> bool:
+    """Whether models of a type are of text or images and generate nothing, such as `"modernbert"` and `"vit"`."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if base_model_type in EXCEPTIONS or base_model_type not in CONFIG_MAPPING:
+        return False
+    config_class = CONFIG_MAPPING[base_model_type]
+    if "text_config" in config_class.sub_configs or is_inside_multimodal(config_class):  # type: ignore[arg-type]
+        return False
+    generate = [getattr(modeling_auto, f"MODEL_FOR_{task}_MAPPING") for task in _GENERATING]
+    return config_class in modeling_auto.MODEL_MAPPING and not any(config_class in mapping for mapping in generate)
+
+
+def encoder_class(base_model_type: str, name: str) -> Any:
+    """The base's class for one of ours, of `ENCODER_CLASSES`; `None` if it has none."""
+    from transformers.models.auto import modeling_auto
+
+    mapping, config_class = getattr(modeling_auto, ENCODER_CLASSES[name]), base_config_class(base_model_type)
+    found = mapping[config_class] if config_class in mapping else None
+    return found[0] if isinstance(found, tuple) else found
 
 
 @functools.cache
@@ -99,7 +138,8 @@ def decoder_class(config_class: type[PreTrainedConfig]) -> Any:
 
     with contextlib.suppress(ValueError):  # of a name that is not there
         if config_class in MODEL_MAPPING:
-            return MODEL_MAPPING[config_class]
+            found = MODEL_MAPPING[config_class]
+            return found[0] if isinstance(found, tuple) else found
     if not is_inside_multimodal(config_class):  # type: ignore[arg-type]
         return None
     code = importlib.import_module(config_class.__module__.replace("configuration_", "modeling_"))
@@ -193,6 +233,11 @@ def rename_architectures(architectures: list[str] | None, base_model_type: str, 
     if architectures is None:
         return None
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(base_model_type)
+    if is_encoder(base_model_type):
+        found = {name: encoder_class(base_model_type, name) for name in ENCODER_CLASSES}
+        ours = {of_base.__name__: name for name, of_base in found.items() if of_base is not None}
+        renamed = {of_base: name for name, of_base in ours.items()} if to_base else ours
+        return [renamed.get(name, name) for name in architectures]
     if causal_lm is None:
         config_class = base_config_class(base_model_type)
         if config_class not in MODEL_FOR_CAUSAL_LM_MAPPING:  # it is inside of multimodal models

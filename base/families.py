@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which decoders can be a base: what was measured of every type of transformers."""
+"""Which decoders and encoders can be a base: what was measured of every type of transformers."""
 
 import difflib
 import json
@@ -14,6 +14,8 @@ from rich.table import Column, Table
 
 # Written by `tests/tools/families_page.py`
 RESULTS = Path(__file__).with_name("families.json")
+# Written by `tests/tools/encoders_page.py`
+ENCODERS = Path(__file__).with_name("encoders.json")
 KINDS = ("supported", "refused", "others")
 FEATURES = ("packing", "compile", "tp", "checkpointing", "engines")
 
@@ -22,16 +24,20 @@ def survey(types: Sequence[str] | None = None) -> dict[str, Any]:
     """What was measured of types of models.
 
     Args:
-        types: model types as in transformers; `None`: all that have a causal language model.
+        types: model types as in transformers; `None`: all decoders and encoders.
 
     Returns:
-        `transformers`: the version that was measured. `supported`: by type, what was measured of it; `refused` and
-        `others`: by type, the reason why it cannot be a base, and what it is if it is not a decoder.
+        `transformers`: the version that was measured. `supported`: by type, what was measured of it, of an encoder
+        also which `heads` it has; `refused` and `others`: by type, the reason why it cannot be a base, and what it is
+        if it is neither.
 
     Raises:
         ValueError: for a type that was not measured.
     """
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
+    for kind, types_of_kind in json.loads(ENCODERS.read_text(encoding="utf-8")).items():
+        if kind in KINDS:
+            found[kind] |= types_of_kind
     known = sorted(name for kind in KINDS for name in found[kind])
     for name in types or []:
         if name not in known:
@@ -58,10 +64,10 @@ def survey_table(types: Sequence[str] | None = None) -> tuple[Table, str]:
         if name in reasons:
             table.add_row(name, "no", escape(reasons[name]))
         else:
-            can = [feature for feature in FEATURES if supported[name][feature]]
+            can = supported[name].get("heads") or [feature for feature in FEATURES if supported[name][feature]]
             table.add_row(name, "yes", ", ".join(can))
     counts = [len(found[kind]) for kind in KINDS]
     return table, (
-        f"Of the {sum(counts)} types with a causal language model in transformers {found['transformers']}, {counts[0]}"
-        " can be converted. `--json` has what was measured of each."
+        f"Of the {sum(counts)} types of decoders and encoders in transformers {found['transformers']}, {counts[0]} can"
+        " be converted. `--json` has what was measured of each."
     )

@@ -29,7 +29,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..depth.recorder import DepthRecorder
 from ..depth.stream import DepthStream
-from .config import decoder_class, per_layer
+from .config import decoder_class, is_encoder, per_layer
 
 
 class RefusedBase(ValueError):
@@ -73,7 +73,7 @@ class Probe(DepthRecorder):
     layers: list[nn.Module] = field(default_factory=list)  # those of the base
     probed: list[ProbedLayer] = field(default_factory=list)  # those that have run
     config: PreTrainedConfig | None = None
-    input_ids: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 3, dtype=torch.long))
+    inputs: torch.Tensor = field(default_factory=lambda: torch.zeros(1, 3, dtype=torch.long))
     # Names of the modules beside the layers that run in front of the first one, and behind the last one
     in_front: set[str] = field(default_factory=set)
     behind: set[str] = field(default_factory=set)
@@ -81,7 +81,7 @@ class Probe(DepthRecorder):
     scales_blocks: bool = False
 
     def __post_init__(self):
-        self.made_of_tokens = MadeOf(self.input_ids)
+        self.made_of_tokens = MadeOf(self.inputs)
         self.model: Any = None
         self.embedding: torch.Tensor | None = None  # the first source
 
@@ -367,10 +367,11 @@ def run_probe(base_config: PreTrainedConfig) -> Probe:
             if hasattr(model, "encoder") and hasattr(model, "decoder"):
                 raise RefusedBase(base_config, "it has an encoder beside its decoder")
             with KnownValues():
-                probe = Probe(layers=list(decoder_layers(model)), config=base_config)
+                inputs = example_inputs(model)
+                probe = Probe(layers=list(decoder_layers(model)), config=base_config, inputs=inputs)
                 probe.watch(model)
                 with probe.made_of_tokens:
-                    model(probe.input_ids, use_cache=False)
+                    model(inputs, **({} if is_encoder(base_config.model_type) else {"use_cache": False}))
     except RefusedBase:
         raise
     except Exception as error:
@@ -380,6 +381,20 @@ def run_probe(base_config: PreTrainedConfig) -> Probe:
         reason = f"{len(probe.probed)} of its {len(probe.layers)} layers have run, one after the other"
         raise RefusedBase(base_config, reason)
     return probe
+
+
+def example_inputs(model: Any) -> torch.Tensor:
+    """Token ids, or images of the size that the config names."""
+    config = model.config
+    if not is_encoder(config.model_type):
+        return torch.zeros(1, 3, dtype=torch.long)
+    if model.main_input_name == "input_ids":  # two rows, as what is the same for each may be added to the stream
+        return torch.zeros(2, 3, dtype=torch.long)
+    if model.main_input_name != "pixel_values" or not hasattr(config, "image_size"):
+        raise RefusedBase(config, f"its input, `{model.main_input_name}`, is neither tokens nor images of one size")
+    size = config.image_size
+    height, width = size if isinstance(size, list | tuple) else (size, size)
+    return torch.zeros(2, getattr(config, "num_channels", 3), height, width)
 
 
 def probe_slices(base_config: PreTrainedConfig) -> Probe:

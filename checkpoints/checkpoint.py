@@ -16,8 +16,13 @@ from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
+    AutoModelForImageClassification,
     AutoModelForImageTextToText,
+    AutoModelForMaskedLM,
     AutoModelForMultimodalLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -31,7 +36,7 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from ..base.config import base_config_class
+from ..base.config import base_config_class, decoder_class, is_encoder, rename_architectures
 from ..base.probe import decoder_on_meta
 from ..utils.untrusted import (
     PICKLES,
@@ -54,7 +59,18 @@ ATTNRES_TYPES = (DECODER_TYPE, "attnres_multimodal")
 # The config of the base as it was, which comes back with the base
 BASE_CONFIG_NAME = "config.base.json"
 # Names of classes without the head of a language model. Others are those of one, if the tensors fit
-OTHER_HEADS = re.compile(r"For(Sequence|Token)Classification$|ForQuestionAnswering$|^(?!.*LMHead).*Model$")
+OTHER_HEADS = re.compile(
+    r"For(Sequence|Token|Image)Classification$|ForQuestionAnswering$|ForMaskedLM$|^(?!.*LMHead).*Model$"
+)
+# How models on encoders are loaded, with the base's own heads
+ENCODER_AUTO_CLASSES = {
+    "AttnResModel": AutoModel,
+    "AttnResForMaskedLM": AutoModelForMaskedLM,
+    "AttnResForImageClassification": AutoModelForImageClassification,
+    "AttnResForSequenceClassification": AutoModelForSequenceClassification,
+    "AttnResForTokenClassification": AutoModelForTokenClassification,
+    "AttnResForQuestionAnswering": AutoModelForQuestionAnswering,
+}
 # Weights that are not read: of other formats, and pickles, which can run code when loaded
 OTHER_WEIGHTS = {
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5", ".npz", ".tflite", ".mlmodel"),
@@ -163,19 +179,36 @@ class Checkpoint:
         """The `AttnResConfig` of the decoder; `None` if it does not read over depth."""
         return depth_config_of(self.config)
 
+    @property
+    def base_model_type(self) -> str:
+        return getattr(self.config, "base_model_type", self.config.model_type)
+
+    @functools.cached_property
+    def encoder_name(self) -> str | None:
+        """The class of ours for the task of an encoder, `AttnResModel` if it says none; `None` for others."""
+        architectures = self.config_dict.get("architectures") or ["AttnResModel"]
+        if not is_encoder(self.base_model_type) and not architectures[0].endswith("ForMaskedLM"):
+            return None
+        renamed = rename_architectures(architectures, self.base_model_type, to_base=False) or []
+        return renamed[0]
+
     @functools.cached_property
     def lm_class(self) -> type[PreTrainedModel]:
-        """The class of the base's causal language model, or of its multimodal model."""
-        base_model_type = getattr(self.config, "base_model_type", self.config.model_type)
+        """The class of the base's causal language model, of its multimodal model, or of an encoder."""
+        base_model_type = self.base_model_type
         if self.is_multimodal:
             return MODEL_FOR_MULTIMODAL_LM_MAPPING[CONFIG_MAPPING[base_model_type]]
+        if is_encoder(base_model_type):
+            return decoder_class(base_config_class(base_model_type))
         return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
 
     @property
     def auto_class(self) -> Any:
         """The Auto class that loads it: with its head, or without if it has none of a language model."""
         if self.is_multimodal:
-            return auto_class_of(getattr(self.config, "base_model_type", self.config.model_type))
+            return auto_class_of(self.base_model_type)
+        if self.encoder_name is not None:
+            return ENCODER_AUTO_CLASSES.get(self.encoder_name, AutoModel)
         return AutoModelForCausalLM if self.has_lm_head else AutoModel
 
     @functools.cached_property
@@ -211,6 +244,8 @@ class Checkpoint:
     def has_lm_head(self) -> bool:
         """Whether it has the head of a language model. Otherwise only its trunk is used."""
         architectures = self.config_dict.get("architectures") or [""]  # a list, see `read_config_dict`
+        if self.encoder_name is not None:
+            return False
         return (self.is_multimodal or bool(self.prefix)) and OTHER_HEADS.search(architectures[0]) is None
 
     @property

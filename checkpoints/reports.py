@@ -116,7 +116,7 @@ class VerificationReport:
     Attributes:
         first, second: names of the checkpoints.
         text: the text, in words.
-        num_tokens: how many tokens of it were used.
+        num_tokens: how many tokens of it were used; 0 of models of images, and then `text` says which they read.
         parities: the comparison in each dtype.
         first_difference: the first norm whose output differs, in words; `None` if the models are equal.
     """
@@ -169,8 +169,9 @@ class VerificationReport:
         }
         decisive = [parity for parity in self.parities if parity.decides]
         criteria = ", ".join(f"in {escaped(p.dtype)} {sentence(p.criterion)}" for p in decisive)
+        read = f"{self.num_tokens:d} tokens of " if self.num_tokens else ""
         lines = [
-            f"{code(self.first)} and {code(self.second)} on {self.num_tokens:d} tokens of {sentence(self.text)}: "
+            f"{code(self.first)} and {code(self.second)} on {read}{sentence(self.text)}: "
             + (
                 "the same function, up to rounding."
                 if self.equal

@@ -8,7 +8,7 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from ..base.config import check_base_model_type, rename_architectures
+from ..base.config import ENCODER_CLASSES, check_base_model_type, encoder_class, is_encoder, rename_architectures
 from ..base.probe import probe_sublayers, refuse_by_config
 from ..checkpoints.checkpoint import ATTNRES_TYPES, QUERY_NAMES, ZERO_AT_FIRST, Checkpoint
 from ..configuration_attnres import AttnResConfig
@@ -45,7 +45,7 @@ def check_base_type(model_type: str):
     if is_multimodal(model_type):
         multimodal_config_class(model_type)
     else:
-        check_base_model_type(model_type, has_lm_head=True)
+        check_base_model_type(model_type, has_lm_head=not is_encoder(model_type))
 
 
 def refuse_multimodal(checkpoint: Checkpoint):
@@ -111,7 +111,8 @@ def check_config(checkpoint: Checkpoint):
         _refuse(checkpoint, "dtype", dtype, "one of float32, bfloat16, float16")
     _check_depth(checkpoint, config)
     architectures = checkpoint.config.architectures
-    if not is_known_class(checkpoint) and (checkpoint.is_attnres or checkpoint.is_multimodal):
+    has_own_classes = checkpoint.is_attnres or checkpoint.is_multimodal or checkpoint.encoder_name is not None
+    if not is_known_class(checkpoint) and has_own_classes:
         _refuse(checkpoint, "architectures", architectures, f"one of {', '.join(known_classes(checkpoint))}")
 
 
@@ -146,7 +147,12 @@ def known_classes(checkpoint: Checkpoint) -> list[str]:
     """Names of transformers' classes for a checkpoint of this type, as `architectures` has one."""
     if checkpoint.is_multimodal:
         return [MULTIMODAL_NAME if checkpoint.is_attnres else checkpoint.lm_class.__name__]
-    names = [name for name in PIPELINE_TAGS if name != MULTIMODAL_NAME]
+    base_model_type, names = checkpoint.base_model_type, [name for name in PIPELINE_TAGS if name != MULTIMODAL_NAME]
+    of_base = names if is_encoder(base_model_type) else ("AttnResForMaskedLM", "AttnResForImageClassification")
+    without = {name for name in of_base if name in ENCODER_CLASSES and encoder_class(base_model_type, name) is None}
+    names = [name for name in names if name not in without]
+    if is_encoder(base_model_type):
+        names.remove("AttnResForCausalLM")
     if checkpoint.is_attnres:
         return names
     return rename_architectures(names, checkpoint.config.model_type, to_base=True) or []
@@ -164,7 +170,7 @@ def num_layers_of(config: PreTrainedConfig) -> int:
 def check_head(checkpoint: Checkpoint, config: AttnResConfig):
     """Raise a `ValueError` if a checkpoint has another head than the AttnRes model for the same task."""
     architecture = (config.architectures or [None])[0]
-    if architecture not in HEADS:
+    if architecture not in HEADS or checkpoint.encoder_name is not None:  # loaded with its head, by `check_tensors`
         return
     with torch.device("meta"):
         model = HEADS[architecture](config)

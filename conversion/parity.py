@@ -23,15 +23,18 @@ import torch
 from huggingface_hub.utils import tqdm
 from safetensors import safe_open
 
+from ..base.config import is_encoder
+from ..base.probe import decoder_on_meta, example_inputs
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.reports import Parity, VerificationReport
 from ..data.text import read_sample
 from ..utils.devices import check_device
-from .running import loaded, model_errors_explained, norm_inputs_moved_by_one_ulp, norm_outputs, quiet_loading, run
+from .running import loaded, model_errors_explained, norm_inputs_moved_by_one_ulp, norm_outputs, output_of, quiet_loading, run
 
 
 WINDOW = 64
 MAX_TOKENS = 512
+NUM_IMAGES = 4
 # Times the sensitivity measured with one unit in the last place at every norm. A read over depth rounds about as often
 # as a residual stream; over all families and block sizes the figure is 0.4 to 1.3. What is to be found is far larger:
 # epsilons left alone come to 100 times the rounding and more in most families (docs/parity.md).
@@ -96,7 +99,7 @@ def run_reference(
     Raises:
         ValueError: if its model does not run, or gives what is no number.
     """
-    windows, text_name = read_windows(first, text, max_tokens)
+    windows, text_name = windows_of(first, text, max_tokens)
     check_device_map(device)
     own_dtype = first.config.dtype or torch.float32
     quantized = getattr(first.config, "quantization_config", None) is not None
@@ -180,10 +183,9 @@ def verify_checkpoints(
 ) -> VerificationReport:
     """`verify`, for checkpoints that are open already."""
     config, other = first.text_config, second.text_config
-    if config.vocab_size != other.vocab_size:
-        raise ValueError(
-            f"The checkpoints cannot be compared: vocabularies of {config.vocab_size} and {other.vocab_size} tokens."
-        )
+    sizes = getattr(config, "vocab_size", None), getattr(other, "vocab_size", None)  # models of images have none
+    if sizes[0] != sizes[1]:
+        raise ValueError(f"The checkpoints cannot be compared: vocabularies of {sizes[0]} and {sizes[1]} tokens.")
     return compare_with(run_reference(first, text, max_tokens, device), second, device)
 
 
@@ -223,7 +225,7 @@ def compare_with(reference: Reference, second: Checkpoint, device: str = "auto")
         first=first.title,
         second=second.title,
         text=reference.text,
-        num_tokens=windows.numel(),
+        num_tokens=0 if windows.is_floating_point() else windows.numel(),
         parities=parities,
         first_difference=first_difference,
     )
@@ -269,6 +271,25 @@ def check_device_map(device: str):
         check_device(device)
 
 
+def windows_of(
+    checkpoint: Checkpoint, text: str | Path | None, max_tokens: int = MAX_TOKENS
+) -> tuple[torch.Tensor, str]:
+    """What the models run on, and what to call it: token ids, see `read_windows`, or random images of one seed.
+
+    Raises:
+        ValueError: for a text where the models read images.
+    """
+    if not is_encoder(checkpoint.base_model_type) or checkpoint.lm_class.main_input_name == "input_ids":
+        return read_windows(checkpoint, text, max_tokens)
+    if text is not None:
+        raise ValueError(f"`{checkpoint.name}` reads images, and cannot be verified on the text `{text}`.")
+    config = checkpoint.config
+    base_config = config.to_base_config() if checkpoint.is_attnres else config
+    shape = example_inputs(decoder_on_meta(base_config)).shape[1:]
+    images = torch.randn(NUM_IMAGES, *shape, generator=torch.Generator().manual_seed(0))
+    return images, f"{NUM_IMAGES} random images"
+
+
 def read_windows(
     checkpoint: Checkpoint, text: str | Path | None, max_tokens: int = MAX_TOKENS
 ) -> tuple[torch.Tensor, str]:
@@ -307,7 +328,7 @@ def read_windows(
 
 @torch.inference_mode()
 def find_first_difference(
-    first: Checkpoint, second: Checkpoint, ids: torch.Tensor, dtype: torch.dtype, device: str
+    first: Checkpoint, second: Checkpoint, inputs: torch.Tensor, dtype: torch.dtype, device: str
 ) -> str:
     """The first norm, in the order of execution, whose output is not the same in both models."""
 
@@ -316,7 +337,7 @@ def find_first_difference(
         with loaded(checkpoint, dtype, device) as model:
             for context in (contextlib.nullcontext(), norm_inputs_moved_by_one_ulp(model)):
                 with context, norm_outputs(model) as outputs:
-                    model(input_ids=ids.to(model.device), use_cache=False)
+                    output_of(model, inputs, checkpoint)
                 collected.append(outputs)
         return collected[0], collected[1]
 
@@ -330,7 +351,7 @@ def find_first_difference(
         tolerance = FP32_TOLERANCE * relative_error([moved[name]], [expected[name]])
         if relative_error([actual[name]], [expected[name]]) > tolerance:
             return f"`{name}`"
-    return "the language-modelling head"
+    return "the head"
 
 
 def largest_differences(actual: list[torch.Tensor], expected: list[torch.Tensor]) -> torch.Tensor:

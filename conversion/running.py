@@ -13,6 +13,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
+from ..base.config import is_encoder
 from ..checkpoints.checkpoint import Checkpoint
 from ..utils.untrusted import in_one_line
 
@@ -89,16 +90,15 @@ def run(
     progress: tqdm,
     also_moved: bool = False,
 ) -> tuple[list[torch.Tensor], list[torch.Tensor] | None]:
-    """Logits, or last hidden states, of every window, `[seq, vocab or hidden]` each, on the CPU.
+    """Logits, or last hidden states, of every window, see `output_of`, on the CPU.
 
     The model is gone when this returns. With `also_moved` the second list holds the outputs with moved norm inputs.
     """
 
     def outputs_of(model: PreTrainedModel) -> list[torch.Tensor]:
         outputs = []
-        for ids in windows:
-            output = model(input_ids=ids[None].to(model.device), use_cache=False)
-            outputs.append((output.logits if "logits" in output else output.last_hidden_state)[0].cpu())
+        for window in windows:
+            outputs.append(output_of(model, window[None], checkpoint)[0].cpu())
             progress.update()
         return outputs
 
@@ -108,6 +108,23 @@ def run(
             return outputs, None
         with norm_inputs_moved_by_one_ulp(model):
             return outputs, outputs_of(model)
+
+
+def output_of(model: PreTrainedModel, inputs: torch.Tensor, checkpoint: Checkpoint) -> torch.Tensor:
+    """Logits, or last hidden states, `[batch, seq, vocab or hidden]`, and `[batch, labels]` of a classifier.
+
+    Args:
+        inputs: token ids, `[batch, seq]`, or images, `[batch, channels, height, width]`.
+    """
+    inputs = inputs.to(model.device)
+    if is_encoder(checkpoint.base_model_type):
+        inputs = inputs.to(model.dtype) if inputs.is_floating_point() else inputs
+        output = model(**{model.main_input_name: inputs})
+    else:
+        output = model(input_ids=inputs, use_cache=False)
+    if "start_logits" in output:
+        return torch.stack([output.start_logits, output.end_logits], -1)
+    return output.logits if "logits" in output else output.last_hidden_state
 
 
 def norms_of(model: PreTrainedModel) -> dict[str, nn.Module]:

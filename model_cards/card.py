@@ -39,6 +39,8 @@ if TYPE_CHECKING:
 PIPELINE_TAGS = {
     "AttnResForCausalLM": "text-generation",
     "AttnResForConditionalGeneration": "image-text-to-text",
+    "AttnResForMaskedLM": "fill-mask",
+    "AttnResForImageClassification": "image-classification",
     "AttnResForSequenceClassification": "text-classification",
     "AttnResForTokenClassification": "token-classification",
     "AttnResForQuestionAnswering": "question-answering",
@@ -93,10 +95,11 @@ class CardContent:
 def render_model_card(content: CardContent) -> ModelCard:
     """The card of an AttnRes model."""
     config, weights = content.config, content.weights
+    architecture = (config.architectures or ["AttnResForCausalLM"])[0]
     metadata = {
         **code_metadata(),
         "library_name": "transformers",
-        "pipeline_tag": PIPELINE_TAGS[(config.architectures or ["AttnResForCausalLM"])[0]],
+        "pipeline_tag": PIPELINE_TAGS[architecture],
         **content.metadata,
     }
     tags = metadata.get("tags") or []
@@ -130,6 +133,8 @@ def render_model_card(content: CardContent) -> ModelCard:
         num_sublayers=num_sublayers,
         legend=", ".join(legend for kind, legend in legends.items() if kind in kinds),
         short=num_sublayers % size,
+        auto_class=architecture.replace("AttnResModel", "AutoModel").replace("AttnResFor", "AutoModelFor"),
+        processor="AutoTokenizer" if hasattr(config, "vocab_size") else "AutoImageProcessor",
         **shown,
     )
 

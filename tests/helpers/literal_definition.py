@@ -128,7 +128,7 @@ class LiteralDefinition(TorchDispatchMode):
 
     def added_to_some_tokens(self, function, args, given):
         """`stream[mask] = stream[mask] + features`: the features are added to the newest output."""
-        if function is aten.index.Tensor and given[0]:
+        if function is aten.index.Tensor and given[0] and len(args[1]) == 1:
             result = function(*args)
             self.selected[id(result)] = result, *args[1], 0
             return result

@@ -1,0 +1,263 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Encoders of text and vision transformers: the same as their base and as the definition; converted, saved, trained."""
+
+import filecmp
+import json
+
+import pytest
+import torch
+from encoder_models import (
+    converted_encoder,
+    encoder_config,
+    heads_of,
+    inputs_of,
+    literal_outputs,
+    native_encoder,
+    outputs_of,
+    with_random_queries,
+)
+from literal_definition import relative
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForImageClassification,
+    AutoModelForMaskedLM,
+    BertConfig,
+    PreTrainedTokenizerFast,
+    ResNetConfig,
+    T5Config,
+    Trainer,
+    TrainingArguments,
+    ViTImageProcessor,
+    pipeline,
+)
+
+import attnres
+from attnres import AttnResConfig, AttnResForCausalLM, AttnResForImageClassification, AttnResForMaskedLM, DepthRecorder
+from attnres.base.families import ENCODERS, survey
+from attnres.checkpoints.checkpoint import ENCODER_AUTO_CLASSES
+from attnres.conversion import convert, probe_report, revert, verify
+
+
+SUPPORTED = json.loads(ENCODERS.read_text())["supported"]
+FAST = ("clip_vision_model", "dinov2", "esm", "modernbert", "siglip_vision_model", "vit")
+EVERY_HEAD = [
+    pytest.param(name, head, marks=() if name in FAST else pytest.mark.slow, id=f"{name}-{head}")
+    for name, found in SUPPORTED.items()
+    for head in found["heads"]
+]
+# Reads other than the paper's
+READS = [
+    {"attn_res_num_heads": 4},
+    {"attn_res_weights": "sigmoid", "attn_res_open_block": "each"},
+    {"attn_res_weights": "softmax1", "attn_res_query": "hybrid"},
+    {"attn_res_stream": "kept"},
+]
+
+
+@pytest.mark.parametrize("name, head", EVERY_HEAD)
+def test_same_as_its_base_and_as_the_definition(name, head):
+    head = f"AttnRes{head}"
+    native = native_encoder(name, head)
+    inputs = inputs_of(native)
+    # Some bases compute their norms in fp32, whatever the dtype of the model
+    tolerance = 1e-12 if SUPPORTED[name]["random_queries"] < 1e-12 else 1e-5
+    with torch.no_grad():
+        of_base = outputs_of(native, inputs)
+    for block_size in (1, 3):
+        model = converted_encoder(native, head, block_size)
+        assert type(model).__name__ == head and isinstance(model, type(native))
+        assert relative(outputs_of(model, inputs), of_base) < tolerance
+        with torch.no_grad():
+            assert relative(outputs_of(model, inputs), of_base) < tolerance
+        with_random_queries(model)
+        expected = literal_outputs(native, model, inputs)
+        assert relative(expected, of_base) > 1e-3, "the queries do nothing"
+        assert relative(outputs_of(model, inputs), expected) < tolerance
+        with torch.no_grad():
+            assert relative(outputs_of(model, inputs), expected) < tolerance
+
+
+@pytest.mark.parametrize("read", READS, ids=str)
+@pytest.mark.parametrize("name, head", [("vit", "AttnResForImageClassification"), ("modernbert", "AttnResForMaskedLM")])
+def test_other_reads(name, head, read):
+    native = native_encoder(name, head)
+    inputs = inputs_of(native)
+    model = converted_encoder(native, head, 3, **read)
+    with torch.no_grad():
+        assert relative(outputs_of(model, inputs), outputs_of(native, inputs)) < 1e-12
+        with_random_queries(model)
+        assert relative(outputs_of(model, inputs), literal_outputs(native, model, inputs)) < 1e-12
+
+
+@pytest.mark.parametrize("name, head", [("vit", "AttnResForImageClassification"), ("modernbert", "AttnResForMaskedLM")])
+def test_gradients(name, head):
+    """Every parameter of the base has the base's gradient at queries of zero, with checkpointing too."""
+    native = native_encoder(name, head)
+    inputs = inputs_of(native)
+    outputs_of(native, inputs).square().mean().backward()
+    for reentrant in (None, False, True):
+        model = converted_encoder(native, head, 3).train()
+        if reentrant is not None:
+            model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+            if reentrant and name == "modernbert":
+                model.enable_input_require_grads()
+        outputs_of(model, inputs).square().mean().backward()
+        for parameter_name, parameter in native.named_parameters():
+            if parameter.grad is None or reentrant and name == "vit" and "embeddings" in parameter_name:
+                continue
+            actual = model.get_parameter(parameter_name).grad
+            assert relative(actual, parameter.grad) < 1e-10, (reentrant, parameter_name)
+        assert model.trunk.depth_queries.query.grad.abs().sum(-1).count_nonzero() >= model.config.num_sites - 1
+
+
+@pytest.mark.parametrize(
+    "name, head",
+    [
+        ("vit", "AttnResForImageClassification"),
+        ("modernbert", "AttnResForMaskedLM"),
+        ("modernbert", "AttnResForSequenceClassification"),
+        ("modernbert", "AttnResForQuestionAnswering"),
+        ("clip_vision_model", "AttnResModel"),
+        ("esm", "AttnResForTokenClassification"),
+    ],
+)
+def test_converted_and_back(name, head, tmp_path):
+    native = native_encoder(name, head, dtype=torch.float32)
+    native.save_pretrained(tmp_path / "base")
+    report = convert(tmp_path / "base", tmp_path / "attnres", num_blocks=4)
+    assert report.verification.equal and report.base_model_type == name
+    assert ("4 random images" in report.verification.to_markdown()) is (name in ("vit", "clip_vision_model"))
+    model, info = ENCODER_AUTO_CLASSES[head].from_pretrained(tmp_path / "attnres", output_loading_info=True)
+    assert type(model).__name__ == head and not info["missing_keys"] and not info["unexpected_keys"]
+    inputs = inputs_of(native)
+    with torch.no_grad():
+        assert relative(outputs_of(model, inputs), outputs_of(native, inputs)) < 1e-5
+    with_random_queries(model).save_pretrained(tmp_path / "trained")
+    again = ENCODER_AUTO_CLASSES[head].from_pretrained(tmp_path / "trained")
+    with torch.no_grad():
+        assert torch.equal(outputs_of(again, inputs), outputs_of(model, inputs))
+    found = verify(tmp_path / "base", tmp_path / "trained")
+    assert not found.equal and found.first_difference
+    revert(tmp_path / "attnres", tmp_path / "reverted")
+    for file in ("model.safetensors", "config.json"):
+        assert filecmp.cmp(tmp_path / "base" / file, tmp_path / "reverted" / file, shallow=False)
+
+
+def test_pipelines(tmp_path):
+    """As users call them: an image processor or a tokenizer beside the weights."""
+    native = native_encoder("vit", "AttnResForImageClassification", dtype=torch.float32)
+    native.save_pretrained(tmp_path / "vit")
+    ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
+    convert(tmp_path / "vit", tmp_path / "vit-attnres", num_blocks=4)
+    from PIL import Image
+
+    image = Image.effect_noise((40, 30), 90).convert("RGB")
+    answers = [pipeline("image-classification", str(tmp_path / name))(image) for name in ("vit", "vit-attnres")]
+    assert [found["label"] for found in answers[0]] == [found["label"] for found in answers[1]]
+    assert answers[0][0]["score"] == pytest.approx(answers[1][0]["score"], abs=1e-5)
+
+    native_encoder("modernbert", "AttnResForMaskedLM", dtype=torch.float32).save_pretrained(tmp_path / "bert")
+    tokenizer_of_words(tmp_path / "bert")
+    convert(tmp_path / "bert", tmp_path / "bert-attnres", full=True)
+    answers = [pipeline("fill-mask", str(tmp_path / name))("w5 [MASK] w7 w9") for name in ("bert", "bert-attnres")]
+    assert [found["token"] for found in answers[0]] == [found["token"] for found in answers[1]]
+
+
+def tokenizer_of_words(folder):
+    from tokenizers import Tokenizer, models, pre_tokenizers
+
+    words = ["[PAD]", "[UNK]", "[MASK]", *(f"w{i}" for i in range(3, 99))]
+    tokenizer = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="[UNK]"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, pad_token="[PAD]", unk_token="[UNK]", mask_token="[MASK]"
+    ).save_pretrained(folder)
+
+
+def test_trained_with_trainer_and_peft(tmp_path):
+    config = AttnResConfig.from_base_config(encoder_config("vit", num_labels=5), block_size=2)
+    model = get_peft_model(
+        AttnResForImageClassification(config),
+        LoraConfig(target_modules=["q_proj", "v_proj"], modules_to_save=["depth_queries", "classifier"]),
+    )
+    images = torch.randn(16, 3, 16, 16)
+    data = [{"pixel_values": image, "labels": i % 5} for i, image in enumerate(images)]
+    arguments = TrainingArguments(
+        tmp_path, max_steps=3, per_device_train_batch_size=8, learning_rate=1e-2, report_to=[], use_cpu=True
+    )
+    Trainer(model, arguments, train_dataset=data).train()
+    assert model.base_model.model.trunk.depth_queries.modules_to_save["default"].query.any()
+    model.save_pretrained(tmp_path / "adapter")
+
+
+def test_recorder_and_weights():
+    model = with_random_queries(
+        converted_encoder(native_encoder("dinov2", "AttnResModel"), "AttnResModel", 2, attn_res_num_heads=1)
+    )
+    inputs = inputs_of(model)
+    with torch.no_grad():
+        outputs = model(**inputs, output_depth_attentions=True)
+        assert len(outputs.depth_attentions) == model.config.num_sites
+        for weights in outputs.depth_attentions:
+            torch.testing.assert_close(weights.sum(-1), torch.ones_like(weights[..., 0]))
+        recorder = DepthRecorder(edit_output={3: torch.zeros_like})
+        edited = model(**inputs, depth_recorder=recorder).last_hidden_state
+    assert relative(edited, outputs.last_hidden_state) > 1e-3
+
+
+def test_from_scratch_and_remote_code(tmp_path):
+    """A self-contained folder loads without the package; a config alone makes a model that starts as means."""
+    native_encoder("modernbert", "AttnResForMaskedLM", dtype=torch.float32).save_pretrained(tmp_path / "base")
+    convert(tmp_path / "base", tmp_path / "alone", num_blocks=2, self_contained=True)
+    auto_map = json.loads((tmp_path / "alone" / "config.json").read_text())["auto_map"]
+    assert auto_map["AutoModelForMaskedLM"] == "modeling_attnres.AttnResForMaskedLM"
+    config = AttnResConfig.from_base_config(encoder_config("modernbert"), block_size=3)
+    assert type(AutoModelForMaskedLM.from_config(config)) is type(AttnResForMaskedLM(config))
+    assert type(AutoModel.from_config(config)).__name__ == "AttnResModel"
+
+
+@pytest.mark.parametrize(
+    "config, reason",
+    [
+        (BertConfig(), "BertLayer does more to the residual stream"),
+        (ResNetConfig(), "its layers are not one stack"),
+        (T5Config(), "no causal language model and no encoder of this type"),
+    ],
+    ids=["after", "convolutions", "encoder-decoder"],
+)
+def test_refused(config, reason):
+    with pytest.raises(ValueError, match=reason):
+        AttnResConfig.from_base_config(config)
+
+
+def test_wrong_tasks(tmp_path):
+    vit = AttnResConfig.from_base_config(encoder_config("vit"))
+    with pytest.raises(ValueError, match="no causal language model"):
+        AttnResForCausalLM(vit)
+    with pytest.raises(ValueError, match="no causal language model"):
+        AutoModelForCausalLM.from_config(vit)
+    with pytest.raises(ValueError, match="no MaskedLM"):
+        AttnResForMaskedLM(vit)
+    with pytest.raises(ValueError, match="no ImageClassification"):
+        AutoModelForImageClassification.from_config(AttnResConfig())
+    native_encoder("vit", "AttnResModel", dtype=torch.float32).save_pretrained(tmp_path / "vit")
+    (tmp_path / "text.txt").write_text("some text")
+    with pytest.raises(ValueError, match="reads images"):
+        convert(tmp_path / "vit", tmp_path / "out", verify_text=tmp_path / "text.txt")
+    assert not (tmp_path / "out").exists()
+    config = json.loads((tmp_path / "vit" / "config.json").read_text())
+    (tmp_path / "vit" / "config.json").write_text(json.dumps(config | {"architectures": ["ViTForMaskedImageModeling"]}))
+    with pytest.raises(ValueError, match="ViTForMaskedImageModeling.*one of ViTModel, ViTForImageClassification"):
+        convert(tmp_path / "vit", tmp_path / "out")
+
+
+def test_families():
+    found = survey(["modernbert", "vit", "distilbert"])
+    assert {*found["supported"]} == {"modernbert", "vit"} and "distilbert" in found["refused"]
+    assert set(SUPPORTED["vit"]["heads"]) == {name.removeprefix("AttnRes") for name in heads_of("vit")}
+    report = probe_report(encoder_config("vit"))
+    assert report["num_sites"] == 9 and report["layers"][0]["name"] == "ViTLayer"
+    assert attnres.AttnResConfig.from_base_config(AutoConfig.for_model("vit")).num_sites == 25

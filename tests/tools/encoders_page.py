@@ -1,0 +1,99 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Which encoders can be a base: `python tests/tools/encoders_page.py` measures and writes what was found.
+
+It writes `base/encoders.json`, which `attnres families` shows, and the tables in `docs/encoders.md`. Each type is
+measured on tiny models with random weights in fp64, in a few minutes for all.
+"""
+
+import json
+import os
+import re
+import sys
+import traceback
+from pathlib import Path
+
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "helpers"))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+import torch
+import transformers
+from encoder_models import (
+    converted_encoder,
+    encoder_config,
+    encoder_types,
+    heads_of,
+    inputs_of,
+    literal_outputs,
+    native_encoder,
+    outputs_of,
+    with_random_queries,
+)
+from literal_definition import relative
+from rich.progress import track
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from attnres import AttnResConfig
+
+
+ROOT = Path(__file__).parents[2]
+RECORD, PAGE = ROOT / "base/encoders.json", ROOT / "docs/encoders.md"
+BLOCK_SIZES = (1, 2, 3)
+
+
+def measured(model_type: str) -> dict:
+    """The largest differences over all heads of a type, in fp64 where its base computes in it."""
+    zero, random, moved, heads = [], [], [], heads_of(model_type)
+    for name in heads:
+        native = native_encoder(model_type, name)
+        inputs = inputs_of(native)
+        with torch.no_grad():
+            of_base = outputs_of(native, inputs)
+        assert of_base.isfinite().all(), f"{name} of the base gives outputs that are not finite"
+        for block_size in BLOCK_SIZES:
+            model = converted_encoder(native, name, block_size)
+            zero.append(relative(outputs_of(model, inputs), of_base))
+            with torch.no_grad():
+                zero.append(relative(outputs_of(model, inputs), of_base))
+                with_random_queries(model)
+                random.append(relative(outputs_of(model, inputs), literal_outputs(native, model, inputs)))
+                moved.append(relative(outputs_of(model, inputs), of_base))
+    assert min(moved) > 1e-3, "the queries do nothing"
+    additions = sorted(set(model.config.sublayers_per_layer()))
+    return {
+        "additions": additions,
+        "reads": "images" if "pixel_values" in inputs else "text",
+        "heads": [name.removeprefix("AttnRes") for name in heads],
+        "zero_queries": max(zero),
+        "random_queries": max(random),
+    }
+
+
+def survey() -> dict:
+    supported, refused = {}, {}
+    for name in track(encoder_types(), "Encoders"):
+        try:
+            config = encoder_config(name)
+        except Exception:  # it has checks that a tiny config does not pass
+            config = CONFIG_MAPPING[name]()
+        try:
+            AttnResConfig.from_base_config(config)
+        except ValueError as error:
+            refused[name] = re.sub(r"^`base_model_type='[^']*'` is not supported: |\.$", "", str(error))
+            continue
+        try:
+            supported[name] = measured(name)
+        except Exception as error:
+            print(name, "".join(traceback.format_exception(error)[-3:]), file=sys.stderr)
+            refused[name] = f"a test of it failed ({type(error).__name__}: {error})"
+    return {"transformers": transformers.__version__, "supported": supported, "refused": refused}
+
+
+def main():
+    torch.set_num_threads(1)
+    found = survey()
+    RECORD.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
