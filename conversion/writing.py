@@ -32,7 +32,7 @@ from ..model_cards.card import inherited_metadata, weights_of, write_model_card
 from ..utils.files import atomic_folder
 from .checks import check_tensors
 from .options import Writing
-from .parity import check_device_map, check_finite_weights, compare_with, read_windows, run_reference
+from .parity import check_device_map, check_finite_weights, compare_with, windows_of, run_reference
 from .running import quiet_loading
 from .weights import copy_companions, write_weights
 
@@ -166,7 +166,7 @@ def check_before_writing(source: Checkpoint, names: dict[str, str | None]):
 
 def check_before_verifying(source: Checkpoint, verify_text: str | Path | None, device: str):
     """Raise a `ValueError` for a text, a device or weights with which nothing can be compared."""
-    read_windows(source, verify_text)
+    windows_of(source, verify_text)
     check_device_map(device)
     check_finite_weights(source)
 

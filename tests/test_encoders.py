@@ -38,7 +38,8 @@ import attnres
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResForImageClassification, AttnResForMaskedLM, DepthRecorder
 from attnres.base.families import ENCODERS, survey
 from attnres.checkpoints.checkpoint import ENCODER_AUTO_CLASSES
-from attnres.conversion import convert, probe_report, revert, verify
+from attnres.conversion import convert, revert, verify
+from attnres.conversion.probe_report import probe_report
 
 
 SUPPORTED = json.loads(ENCODERS.read_text())["supported"]
@@ -98,6 +99,7 @@ def test_gradients(name, head):
     native = native_encoder(name, head)
     inputs = inputs_of(native)
     outputs_of(native, inputs).square().mean().backward()
+    largest = max(parameter.grad.norm() for parameter in native.parameters() if parameter.grad is not None)
     for reentrant in (None, False, True):
         model = converted_encoder(native, head, 3).train()
         if reentrant is not None:
@@ -108,8 +110,8 @@ def test_gradients(name, head):
         for parameter_name, parameter in native.named_parameters():
             if parameter.grad is None or reentrant and name == "vit" and "embeddings" in parameter_name:
                 continue
-            actual = model.get_parameter(parameter_name).grad
-            assert relative(actual, parameter.grad) < 1e-10, (reentrant, parameter_name)
+            error = (model.get_parameter(parameter_name).grad - parameter.grad).norm()
+            assert error < 1e-12 * largest, (reentrant, parameter_name)
         assert model.trunk.depth_queries.query.grad.abs().sum(-1).count_nonzero() >= model.config.num_sites - 1
 
 
@@ -250,7 +252,7 @@ def test_wrong_tasks(tmp_path):
     assert not (tmp_path / "out").exists()
     config = json.loads((tmp_path / "vit" / "config.json").read_text())
     (tmp_path / "vit" / "config.json").write_text(json.dumps(config | {"architectures": ["ViTForMaskedImageModeling"]}))
-    with pytest.raises(ValueError, match="ViTForMaskedImageModeling.*one of ViTModel, ViTForImageClassification"):
+    with pytest.raises(ValueError, match="ViTForMaskedImageModeling.*one of ViTForImageClassification, ViTModel"):
         convert(tmp_path / "vit", tmp_path / "out")
 
 

@@ -18,10 +18,15 @@ from attnres.base.config import ENCODER_CLASSES, encoder_class, is_encoder
 OF_ENCODERS = {**COMMON, "image_size": 16, "patch_size": 4, "type_vocab_size": 2, "drop_path_rate": 0.0}
 # What a type needs besides
 OWN = {
-    "esmc": {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 4, "vocab_size": 99},
+    "esmc": {"num_key_value_heads": 4},
     "neomme": {"head_dim": 32, "num_attention_heads": 4},
 }
 OUTPUTS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_logits")
+
+
+def heads_of(model_type: str) -> list[str]:
+    """Names of our classes for a type."""
+    return [name for name in ENCODER_CLASSES if encoder_class(model_type, name) is not None]
 
 
 def encoder_types() -> list[str]:
@@ -39,11 +44,6 @@ def encoder_config(model_type: str, **kwargs):
             if name in (other, actual):
                 common.pop(other, None), common.pop(actual, None)
     return AutoConfig.for_model(model_type, **{**common, **own, **kwargs})
-
-
-def heads_of(model_type: str) -> list[str]:
-    """Names of our classes for a type."""
-    return [name for name in ENCODER_CLASSES if encoder_class(model_type, name) is not None]
 
 
 def native_encoder(model_type: str, name: str, dtype=torch.float64, **kwargs):
