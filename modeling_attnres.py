@@ -543,6 +543,7 @@ class AttnResForQuestionAnswering(AttnResHeadMixin, GenericForQuestionAnswering,
         self.base_model.set_input_embeddings(value)
 
 
+# trf-ignore: TRF057
 class AttnResForMaskedLM(AttnResPreTrainedModel):
     """The base's masked language model, of an encoder, with reads over depth."""
 
@@ -553,6 +554,7 @@ class AttnResForMaskedLM(AttnResPreTrainedModel):
         return class_for_task(base_model_type, cls)
 
 
+# trf-ignore: TRF057
 class AttnResForImageClassification(AttnResPreTrainedModel):
     """The base's classifier of images, of a vision transformer, with reads over depth."""
 

@@ -29,7 +29,15 @@ from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.reports import Parity, VerificationReport
 from ..data.text import read_sample
 from ..utils.devices import check_device
-from .running import loaded, model_errors_explained, norm_inputs_moved_by_one_ulp, norm_outputs, output_of, quiet_loading, run
+from .running import (
+    loaded,
+    model_errors_explained,
+    norm_inputs_moved_by_one_ulp,
+    norm_outputs,
+    output_of,
+    quiet_loading,
+    run,
+)
 
 
 WINDOW = 64

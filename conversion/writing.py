@@ -32,7 +32,7 @@ from ..model_cards.card import inherited_metadata, weights_of, write_model_card
 from ..utils.files import atomic_folder
 from .checks import check_tensors
 from .options import Writing
-from .parity import check_device_map, check_finite_weights, compare_with, windows_of, run_reference
+from .parity import check_device_map, check_finite_weights, compare_with, run_reference, windows_of
 from .running import quiet_loading
 from .weights import copy_companions, write_weights
 

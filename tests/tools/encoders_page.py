@@ -92,7 +92,8 @@ def survey() -> dict:
 
 
 def tables(found: dict) -> str:
-    lines = ["| type | reads | classes | additions per layer | zero queries | random queries |", "|---|---|---|---|---|---|"]
+    lines = ["| type | reads | classes | additions per layer | zero queries | random queries |"]
+    lines.append("|---|---|---|---|---|---|")
     for name, of_type in found["supported"].items():
         errors = [f"{of_type[key]:.0e}" for key in ("zero_queries", "random_queries")]
         additions = ", ".join(map(str, of_type["additions"]))
