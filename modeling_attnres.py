@@ -488,13 +488,13 @@ class AttnResHeadMixin:
     @classmethod
     def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
         if not is_encoder(base_model_type):
-            return super().class_of_base(base_model_type)
+            return super().class_of_base(base_model_type)  # type: ignore[misc]
         return class_for_task(base_model_type, cls)
 
 
 # The generic heads make their model through `AutoModel`, which knows nothing of code from a Hub repository
 class AttnResForSequenceClassification(AttnResHeadMixin, GenericForSequenceClassification, AttnResPreTrainedModel):
-    """The decoder of the base with reads over depth, and a linear layer that classifies the sequence."""
+    """The base with reads over depth, and its own head, or on a decoder one that classifies the sequence."""
 
     forward = with_depth_attentions(GenericForSequenceClassification.forward)
 
@@ -508,7 +508,7 @@ class AttnResForSequenceClassification(AttnResHeadMixin, GenericForSequenceClass
 
 
 class AttnResForTokenClassification(AttnResHeadMixin, GenericForTokenClassification, AttnResPreTrainedModel):
-    """The decoder of the base with reads over depth, and a linear layer that classifies each token."""
+    """The base with reads over depth, and its own head, or on a decoder one that classifies each token."""
 
     forward = with_depth_attentions(GenericForTokenClassification.forward)
 
@@ -524,7 +524,7 @@ class AttnResForTokenClassification(AttnResHeadMixin, GenericForTokenClassificat
 
 
 class AttnResForQuestionAnswering(AttnResHeadMixin, GenericForQuestionAnswering, AttnResPreTrainedModel):
-    """The decoder of the base with reads over depth, and a linear layer that scores starts and ends of answers."""
+    """The base with reads over depth, and its own head, or on a decoder one that scores starts and ends of answers."""
 
     forward = with_depth_attentions(GenericForQuestionAnswering.forward)
 

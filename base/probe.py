@@ -365,7 +365,7 @@ def run_probe(base_config: PreTrainedConfig) -> Probe:
         with torch.device("cpu"), fake, torch.inference_mode(False), torch.no_grad(), quiet_fake_tensors():
             move_off_meta(model)
             if hasattr(model, "encoder") and hasattr(model, "decoder"):
-                raise RefusedBase(base_config, "it has an encoder beside its decoder")
+                raise RefusedBase(base_config, "it has an encoder as well as a decoder")
             with KnownValues():
                 inputs = example_inputs(model)
                 probe = Probe(layers=list(decoder_layers(model)), config=base_config, inputs=inputs)
@@ -429,7 +429,7 @@ def refuse_by_config(base_config: PreTrainedConfig):
 
 def _reason_against_config(base_config: PreTrainedConfig) -> str | None:
     if base_config.is_encoder_decoder:
-        return "it has an encoder beside its decoder"
+        return "it has an encoder as well as a decoder"
     text_config = base_config.get_text_config(decoder=True)
     if text_config is not base_config:
         return (

@@ -161,7 +161,7 @@ ALLOWED = {
     "attn_res_block_size": "must be a number of sublayers >= 1 (1 is Full AttnRes), an int",
     "attn_res_norm_eps": "must be a float >= 0",
     "attn_res_scale_norm_eps": "must be True or False",
-    "base_model_type": "must be the model type of a decoder, a string",
+    "base_model_type": "must be the model type of a base, a string",
 }
 
 
@@ -236,12 +236,12 @@ def test_bad_block_partitions_are_named(kwargs, message):
         ("gemma3n_text", "its Gemma3nTextDecoderLayer does more to the residual stream"),
         ("hrm_text", "its HrmTextDecoderLayer runs more than once, or not in the order of the layers"),
         ("blt", "its layers are not one stack whose length its config names"),
-        ("mbart", "it has an encoder beside its decoder"),
+        ("mbart", "it has an encoder as well as a decoder"),
         ("gemma3", "it is made of several models. The language model in it is of type 'gemma3_text'; its config"),
         ("trocr", "transformers has no model of it without a head"),
         ("xlm", "its MultiHeadAttention does more to the residual stream"),
-        ("clip", "transformers .* has no causal language model of this type"),
-        ("lama", "transformers .* has no causal language model of this type.* Did you mean llama"),
+        ("clip", "transformers .* has no causal language model and no encoder of this type"),
+        ("lama", "transformers .* has no causal language model and no encoder of this type.* Did you mean llama"),
     ],
 )
 def test_refused_bases_say_why(base_model_type, reason):

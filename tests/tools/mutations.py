@@ -119,7 +119,7 @@ MUTATIONS = [
     ("data/packing.py", "if gradient[:, :first].count_nonzero() == 0:", "if True:", ("tests/test_finetune_data.py",)),
     ("multimodal_attnres.py", "self.text_config = AttnResConfig.from_dict(self.text_config or {})", "pass", ("tests/test_multimodal.py",)),
     ("depth/tensor_like.py", "newest[self.mask] + added)", "newest[self.mask])", ("tests/test_depth_stream.py",)),
-    ("base/config.py", "inside and not has_lm_head", "inside", ("tests/test_multimodal.py",)),
+    ("base/config.py", "if not has_lm_head and (inside or is_encoder", "if (inside or is_encoder", ("tests/test_multimodal.py", "tests/test_encoders.py")),
     ("multimodal_attnres.py", "    base_model = PreTrainedModel.base_model", "    pass", ("tests/test_multimodal.py",)),
     ("modeling_attnres.py", "trunk.__class__ = combined_class(AttnResModel, type(trunk), trunk.config.base_model_type)", "pass", ("tests/test_multimodal.py",)),
     ("configuration_attnres.py", "def validate_layer_type(self):", "def validate_nothing(self):", ("tests/test_decoders.py",)),
@@ -212,6 +212,9 @@ MUTATIONS = [
     ("depth/stream.py", "stream._replaced(blocks=closed, outputs=of_open_block)", "stream._replaced(blocks=closed)", RECORDER),
     ("depth/stream.py", "partial=of_open_block[0] if of_open_block else None", "partial=stream.partial", RECORDER),
     ("base/forward.py", "                depth_recorder.check_read()", "                pass", RECORDER),
+    ("base/probe.py", "return torch.zeros(2, getattr", "return torch.zeros(1, getattr", ("tests/test_encoders.py",)),
+    ("modeling_attnres.py", '"__init__": base.__init__}', "}", ("tests/test_encoders.py",)),
+    ("conversion/parity.py", "images = torch.randn(NUM_IMAGES, *shape,", "images = 0 * torch.randn(NUM_IMAGES, *shape,", ("tests/test_encoders.py",)),
 ]  # fmt: skip
 
 
