@@ -32,7 +32,7 @@ def with_queries(add_weighted_adapter: Callable) -> Callable:
     @functools.wraps(add_weighted_adapter)
     def add(self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str, *args, **kwargs):
         modules = self.model.modules()
-        trunk = next((m for m in modules if hasattr(getattr(m, QUERIES, None), "modules_to_save")), None)
+        trunk: Any = next((m for m in modules if hasattr(getattr(m, QUERIES, None), "modules_to_save")), None)
         have_queries = trunk is not None and any(name in trunk.depth_queries.modules_to_save for name in adapters)
         if adapter_name in self.peft_config or not have_queries:  # a name that is taken changes nothing, as in PEFT
             return add_weighted_adapter(self, adapters, weights, adapter_name, *args, **kwargs)

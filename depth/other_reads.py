@@ -201,7 +201,7 @@ def start_stream(
 
 
 def _start_per_sample(
-    read_config: ReadConfig, queries: Sequence[torch.Tensor], blocks: Sequence[torch.Tensor], *args, **kwargs
+    read_config: ReadConfig, queries: Sequence[torch.Tensor], blocks: tuple[torch.Tensor, ...], *args, **kwargs
 ) -> PerSampleStream:
     num_named, num_samples = queries[0].shape[1], len(blocks[0])
     if num_named != num_samples:

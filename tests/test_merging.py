@@ -83,7 +83,7 @@ def by_hand(model, weights: dict[str, float]):
 
 def lora(**kwargs):
     """Without queries."""
-    return LoraConfig(task_type="CAUSAL_LM", target_modules="all-linear", **kwargs)
+    return LoraConfig(**{"task_type": "CAUSAL_LM", "target_modules": "all-linear", **kwargs})
 
 
 READS = [{}, *SOME]
@@ -189,7 +189,7 @@ def test_ia3(input_ids):
 
 def test_files_of_combined_adapters(input_ids, tmp_path):
     """Saved, loaded, merged into the weights, and refused by a model with other blocks."""
-    base_model = tiny_base_model("qwen3")
+    base_model = wide_base()
     randomize_queries(convert(base_model, 3)).save_pretrained(tmp_path / "model")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     model = adapted(model, plain=lora(r=2), a=lora_config(r=2), b=lora_config(r=2))
@@ -205,10 +205,10 @@ def test_files_of_combined_adapters(input_ids, tmp_path):
         assert torch.equal(model(input_ids).logits, expected)
         with model.disable_adapter():
             plain = AutoModelForCausalLM.from_pretrained(tmp_path / "model")(input_ids).logits
-            torch.testing.assert_close(model(input_ids).logits, plain)
+            assert relative(model(input_ids).logits, plain) < 1e-13
         again.merge_and_unload().save_pretrained(tmp_path / "merged")
         merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged")
-        torch.testing.assert_close(merged(input_ids).logits, expected, rtol=0, atol=5e-5)
+        assert relative(merged(input_ids).logits, expected) < 1e-13
     with pytest.raises(RuntimeError, match="trained with `attn_res_block_size=3` and this model has 2"):
         PeftModel.from_pretrained(convert(base_model, 2), tmp_path / "adapters/new")
 
@@ -383,9 +383,10 @@ def test_generation_with_several_adapters(options, batch):
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("model_type", ["opt", "gpt_neox", "gemma3_text", "bloom", "qwen3_moe"])
 def test_bases_with_several_adapters(model_type, batch):
-    """Also those that flatten their tokens, or read a stream as something else than its norm's input."""
+    """Also those that flatten their tokens, of which PEFT itself mixes adapters in the attention alone."""
     model = randomize_queries(converted_decoder(native_model(decoder_config(model_type)), 3))
-    model = adapted(model, a=lora_config(r=2), b=lora_config(r=3), plain=lora(r=2))
+    targets = {"target_modules": ["q_proj"]} if model_type in ("opt", "qwen3_moe") else {}
+    model = adapted(model, a=lora_config(r=2, **targets), b=lora_config(r=3, **targets), plain=lora(r=2, **targets))
     with torch.no_grad():
         alone = one_by_one(model, NAMES, lambda row: model(**row_of(batch, row)).logits)
         mixed = model(**batch, adapter_names=NAMES).logits
@@ -457,7 +458,7 @@ def test_merged_conversions_are_the_conversion_of_merged_bases(merge):
 
 def test_the_mean_of_trained_queries_is_not_the_mean_of_their_products():
     """Scores depend on the products of queries and key norms alone, and means do not."""
-    first, second = (randomize_queries(convert(tiny_base_model("llama"), 3)) for _ in range(2))
+    first, second = (randomize_queries(convert(tiny_base_model("llama", seed=seed), 3)) for seed in (0, 1))
     one, other = (model.model.depth_queries for model in (first, second))
     with torch.no_grad():
         products = (one()[0] + other()[0]) / 2
