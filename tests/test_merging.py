@@ -401,9 +401,9 @@ def test_samples_that_share_their_queries(batch, monkeypatch):
         for names in (["a"] * 5, ["plain", "__base__", "plain", "__base__", "plain"]):
             expected = torch.cat(one_by_one(model, names, lambda row: model(**row_of(batch, row)).logits))
             assert relative(model(**batch, adapter_names=names).logits, expected) < 1e-12
-        with model.disable_adapter():
-            expected = model(**batch).logits
-            assert relative(model(**batch, adapter_names=NAMES).logits, expected) < 1e-12
+        model.base_model.disable_adapter_layers()
+        expected = model(**batch).logits
+        assert relative(model(**batch, adapter_names=NAMES).logits, expected) < 1e-12
 
 
 def test_combined_adapters_in_a_batch(batch):
