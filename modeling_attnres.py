@@ -365,7 +365,10 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         return stream.keep_in(BlockCache.beside(kv_cache) if reuse else BlockCache())
 
     def fold_queries(self) -> tuple[torch.Tensor, ...]:
-        """The folded queries of all sites, `[sites, hidden]`. If they see the input, key norms and projections too."""
+        """The folded queries of all sites, `[sites, hidden]`. If they see the input, key norms and projections too.
+
+        In a batch of several adapters with different queries, all of these are by sample: `[sites, batch, ...]`.
+        """
         return fold_queries(self.depth_queries)
 
 

@@ -17,6 +17,8 @@ from collections.abc import Callable, Iterator
 from types import ModuleType
 from typing import Any
 
+from .weighted_adapters import with_queries
+
 
 MODEL_TYPES = ("attnres", "attnres_multimodal")
 # By module, the functions and methods that look up the `model_type` of a model among their arguments, or of `self`
@@ -179,9 +181,12 @@ def _register_for_class(register: Callable) -> Callable:
     return of_base
 
 
-# What is looked up in other ways: by module and name, what takes the place of a function
+# What is looked up in other ways: by module and name, what takes the place of a function. `add_weighted_adapter` looks
+# up nothing; it leaves out depth queries
 OTHER_LOOKUPS: dict[str, dict[str, Callable]] = {
     "peft.peft_model": {"PeftModel.load_adapter": _load_adapter},
+    "peft.tuners.ia3.model": {"IA3Model.add_weighted_adapter": with_queries},
+    "peft.tuners.lora.model": {"LoraModel.add_weighted_adapter": with_queries},
     "peft.tuners.tuners_utils": {"BaseTuner.get_model_config": _model_config},
     "peft.utils.transformers_weight_conversion": {
         "convert_peft_adapter_state_dict_for_transformers": _convert_tensors,

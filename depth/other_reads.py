@@ -1,12 +1,12 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Streams whose reads are not the paper's own, see `reads.py`.
 
-One class of stream has the paper's read, `DepthStream`. Here are one for all others with learned queries, and one for
-queries that see the input. `start_stream` chooses.
+One class of stream has the paper's read, `DepthStream`. Here are one for all others with learned queries, one for
+queries that see the input, and one for batches whose samples have queries of their own. `start_stream` chooses.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -149,20 +149,66 @@ class InputDependentStream(VariantStream):
         return new
 
 
+@register_stream
+@dataclass(eq=False)
+class PerSampleStream(InputDependentStream):
+    """A stream whose samples have queries of their own, as in a batch of several adapters.
+
+    It is read as if queries saw the input, with a query for every token.
+
+    Args:
+        projections: the learned queries, `[sites, batch, hidden]`, and if queries see the input the `projections` of
+            an `InputDependentStream`, `[sites, batch, ...]`. Other arguments as there; of its `queries`, only the
+            number of sites is used.
+    """
+
+    def _query(self) -> torch.Tensor:
+        learned, *others = (of_sites[self.site] for of_sites in self.projections)
+        newest = self.sources[-1]
+        by_sample = newest.reshape(len(learned), -1, newest.shape[-1])  # a layer may have flattened the tokens
+        if not others:
+            return learned.unsqueeze(1).expand(by_sample.shape).reshape(newest.shape)
+        gamma, *projections = others
+        query = by_sample.to(gamma.dtype)
+        with maybe_autocast(device_type=query.device.type, enabled=False):
+            for projection in projections:
+                query = query @ projection.mT
+            return torch.addcmul(learned.unsqueeze(1), query, gamma.unsqueeze(1)).view(newest.shape)
+
+
 def start_stream(
     read_config: ReadConfig, queries: Sequence[torch.Tensor], *args, outputs: Sequence[torch.Tensor] = (), **kwargs
 ) -> DepthStream:
     """A stream that is read as the config says.
 
     Args:
-        queries: as the model's depth queries give them: those that are learned, and of queries that see the input
-            their `projections`.
+        queries: as `fold_queries` gives them: those that are learned, and of queries that see the input their
+            `projections`.
         outputs: of the open block, if each is a source. Other arguments are those of `DepthStream`.
+
+    Raises:
+        ValueError: if samples have queries of their own, and these are not as many as the samples.
     """
     learned, *projections = queries
+    if learned.ndim == 3:
+        return _start_per_sample(read_config, queries, *args, outputs=tuple(outputs), **kwargs)
     if read_config == PAPERS_READ:
         return DepthStream(learned, *args, **kwargs)
     kwargs |= {"read_config": read_config, "outputs": tuple(outputs)}
     if read_config.query == "learned":
         return VariantStream(learned, *args, **kwargs)
     return InputDependentStream(learned, *args, **kwargs | {"projections": tuple(projections)})
+
+
+def _start_per_sample(
+    read_config: ReadConfig, queries: Sequence[torch.Tensor], blocks: tuple[torch.Tensor, ...], *args, **kwargs
+) -> PerSampleStream:
+    num_named, num_samples = queries[0].shape[1], len(blocks[0])
+    if num_named != num_samples:
+        raise ValueError(
+            f"`adapter_names` has {num_named} names for a batch of {num_samples} samples: each needs one. Load the"
+            " model again, as PEFT keeps the names of a call that failed."
+        )
+    # A block cache then keeps no scores, which it computes with queries that all tokens share
+    kwargs |= {"read_config": replace(read_config, query="hybrid"), "projections": tuple(queries)}
+    return PerSampleStream(queries[0][:, 0], blocks, *args, **kwargs)

@@ -163,20 +163,19 @@ def _new_queries(copied_alone: CopiedAlone, cls: type[AttnResDepthQueries]) -> A
 
 
 def fold_queries(depth_queries: nn.Module) -> tuple[torch.Tensor, ...]:
-    """What the forward of a model's depth queries gives, which PEFT may have wrapped."""
+    """What the forward of a model's depth queries gives, which PEFT may have wrapped.
+
+    In a batch whose samples have different queries, as their adapters do, each tensor is `[sites, batch, ...]`.
+    """
     # CODEPATH: in a batch of several adapters PEFT passes their names to the wrapped module by a hook. Its wrapper of
-    # whole modules cannot mix adapters, and would silently use the base's queries
-    for hook in depth_queries._forward_pre_hooks.values():
-        names = set(getattr(hook, "keywords", {}).get("adapter_names", ()))
-        if not names:
-            continue
-        with_queries = sorted(names & set(depth_queries.modules_to_save))
-        if with_queries:
-            raise ValueError(
-                "`adapter_names` cannot be used with adapters that have depth queries of their own"
-                f" (`modules_to_save`), here {', '.join(with_queries)}: the samples of a batch share one set of"
-                " queries. Load the model again, as PEFT keeps the names of a call that failed, and run a batch"
-                " for each of these adapters, after `set_adapter`."
-            )
-        return depth_queries.original_module()
-    return depth_queries()
+    # whole modules cannot mix these, and would silently use the base's queries if the active adapter has none
+    given = (getattr(hook, "keywords", {}).get("adapter_names") for hook in depth_queries._forward_pre_hooks.values())
+    names = next((names for names in given if names is not None), None)
+    if names is None or depth_queries.disable_adapters:
+        return depth_queries()
+    copies, of_model = depth_queries.modules_to_save, depth_queries.original_module
+    of_samples = [copies[name] if name in copies else of_model for name in names]
+    folded = {queries: queries() for queries in dict.fromkeys(of_samples)}
+    if len(folded) == 1:  # they share their queries, as in any other batch
+        return folded[of_samples[0]]
+    return tuple(torch.stack(tensors, dim=1) for tensors in zip(*(folded[queries] for queries in of_samples)))

@@ -98,20 +98,6 @@ def test_batch_of_several_adapters(input_ids):
 
 
 @pytest.mark.parametrize("active", ["a", "b"])
-@pytest.mark.parametrize("names", [["a", "b", "__base__"], ["a", "a", "a"]], ids="-".join)
-def test_batch_of_several_adapters_with_queries_is_refused(names, active, input_ids):
-    """Also where PEFT would take the queries of the base in silence: if the active adapter has none."""
-    model = two_adapters(lora_config(init_lora_weights=False), plain_lora())
-    model.set_adapter(active)
-    message = "`adapter_names` cannot be used with adapters that have depth queries of their own .*, here a: "
-    with torch.no_grad():
-        with pytest.raises(ValueError, match=message):
-            model(input_ids, adapter_names=names)
-        with pytest.raises(ValueError, match=message):
-            model.generate(input_ids=input_ids, adapter_names=names, max_new_tokens=2)
-
-
-@pytest.mark.parametrize("active", ["a", "b"])
 def test_adapters_with_queries_beside_do_not_disturb(active, input_ids):
     """Samples whose adapters have no queries read with those of the model, whichever adapter is active."""
     model = two_adapters(lora_config(init_lora_weights=False), plain_lora())

@@ -18,6 +18,7 @@ from pathlib import Path
 HERE = Path(__file__).parents[2]
 OPERATOR = ("tests/test_depth_attention.py", "tests/test_two_phases.py", "tests/test_depth_stream.py")
 READS = ("tests/test_reads.py",)
+MERGING = ("tests/test_merging.py",)
 RECORDER = ("tests/test_recorder.py",)
 GRADIENTS = ("tests/test_gradients.py",)
 PRETRAINING = ("tests/test_pretrain.py",)
@@ -215,6 +216,12 @@ MUTATIONS = [
     ("base/probe.py", "return torch.zeros(2, getattr", "return torch.zeros(1, getattr", ("tests/test_encoders.py",)),
     ("modeling_attnres.py", '"__init__": base.__init__}', "}", ("tests/test_encoders.py",)),
     ("conversion/parity.py", "images = torch.randn(NUM_IMAGES, *shape,", "images = 0 * torch.randn(NUM_IMAGES, *shape,", ("tests/test_encoders.py",)),
+    # Adapters, combined and mixed
+    ("base/weighted_adapters.py", "wide(queries.get_parameter(name)) - of_model for", "wide(queries.get_parameter(name)) for", MERGING),
+    ("base/weighted_adapters.py", "            trunk.depth_queries = wrapper\n", "            pass\n", MERGING),
+    ("depth/queries.py", "names is None or depth_queries.disable_adapters", "names is None", MERGING),
+    ("depth/other_reads.py", "torch.addcmul(learned.unsqueeze(1), query, gamma.unsqueeze(1))", "(learned.unsqueeze(1) + query)", MERGING),
+    ("depth/other_reads.py", "{\"read_config\": replace(read_config, query=\"hybrid\"), ", "{\"read_config\": read_config, ", MERGING),
 ]  # fmt: skip
 
 
