@@ -15,6 +15,7 @@ import transformers
 from transformers import AutoProcessor, PreTrainedConfig
 
 from .. import __version__
+from ..base.probe import probe_sublayers
 from ..checkpoints.checkpoint import (
     BASE_CONFIG_NAME,
     REPORT_NAMES,
@@ -52,6 +53,7 @@ class Conversion:
         notes: for the report.
         weights: what the source's were made from, where that does not show in its files.
         files: to copy under these names, after the config has been written.
+        layers: numbers of the source's layers that it has; `None` for all. The result is compared with these.
     """
 
     operation: str
@@ -62,6 +64,7 @@ class Conversion:
     notes: Sequence[str] = ()
     weights: SourceWeights | None = None
     files: dict[str, Path] = field(default_factory=dict)
+    layers: tuple[int, ...] | None = None
 
     @property
     def depth_config(self) -> Any:
@@ -80,18 +83,19 @@ class Conversion:
 
     def facts(self) -> dict[str, Any]:
         """What a report says of source and result; where that has no blocks, the sublayers are the source's."""
-        config, depth = self.config, self.depth_config
+        config, depth = self.config, self.depth_config or self.source.depth_config
         config_dict = config if isinstance(config, dict) else config.to_dict()
         return {
             **self.source.facts_as_source(),
             "operation": self.operation,
             "model_type": config_dict["model_type"],
             "base_model_type": config_dict.get("base_model_type"),
-            "num_sublayers": (depth or self.source.depth_config).num_sites - 1,
-            "block_size": None if depth is None else depth.attn_res_block_size,
-            "read": "" if depth is None else ReadConfig.of(depth).in_words(),
+            "num_sublayers": sum(probe_sublayers(config)) if depth is None else depth.num_sites - 1,
+            "block_size": None if self.depth_config is None else depth.attn_res_block_size,
+            "read": "" if self.depth_config is None else ReadConfig.of(depth).in_words(),
             "tensors_added": {name: list(tensor.shape) for name, tensor in self.add.items()},
             "tensors_dropped": sorted(name for name, new in self.names.items() if new is None),
+            "layers": None if self.layers is None else list(self.layers),
         }
 
 
@@ -110,7 +114,8 @@ def write_checkpoint(conversion: Conversion, path: Path, how: Writing) -> Conver
         check_before_verifying(source, how.verify_text, how.device)
     way_out = " On the same disk `--link` needs almost no room."
     with atomic_folder(path, conversion.num_bytes(how.link), way_out) as folder:
-        reference = run_reference(source, how.verify_text, device=how.device) if how.verify else None
+        compared = replace(source, layers=conversion.layers)
+        reference = run_reference(compared, how.verify_text, device=how.device) if how.verify else None
         start = time.perf_counter()
         notes += write_files(conversion, cards, folder, link=how.link)
         written = None
@@ -123,7 +128,7 @@ def write_checkpoint(conversion: Conversion, path: Path, how: Writing) -> Conver
             verification = compare_with(reference, written, how.device)
             if not (verification.equal or how.may_differ):
                 raise ValueError(
-                    f"`{path}` would not compute the same as `{source.name}`, so it is not written."
+                    f"`{path}` would not compute the same as `{compared.title}`, so it is not written."
                     f" {verification.verdict}. Please report this."
                 )
         report = ConversionReport(
@@ -185,7 +190,8 @@ def write_report_and_card(report: ConversionReport, conversion: Conversion, fold
     (folder / REPORT_NAMES[1]).write_text(report.to_markdown(), encoding="utf-8")
     if conversion.depth_config is not None:
         source = conversion.source
-        base_model = None if source.is_attnres else source.commit and source.name
+        has_same_base = source.is_attnres and conversion.layers is None
+        base_model = None if has_same_base else source.commit and source.name
         inherited = inherited_metadata(folder / BASE_CARD_NAME, base_model)
         write_model_card(folder, base_metadata=inherited, repo_id=report.destination, on_hub=False, checkpoint=written)
 
@@ -202,6 +208,9 @@ def cards_to_keep(conversion: Conversion) -> dict[str, str | None]:
     code = (*source.code, *code_files()) if source.is_attnres else ()
     stay = ("README.md", BASE_CARD_NAME, BASE_CONFIG_NAME, *REPORT_NAMES, *maps, *code)
     names: dict[str, str | None] = dict.fromkeys(stay)
+    if conversion.layers is not None:  # another model, of which none of them is true
+        results = (name for name in source.companions if name.startswith("evaluation/"))
+        return names | dict.fromkeys(results) | {"README.md": BASE_CARD_NAME}
     if conversion.depth_config is not None:
         if not source.is_attnres:
             return names | {"README.md": BASE_CARD_NAME}
