@@ -537,8 +537,8 @@ def reason_against_weights(model, loading_info) -> str | None:
         if name.endswith("depth_queries.query") and found[:1] != expected[:1]:
             return (
                 f"has {found[0]} reads over depth, and with `num_hidden_layers={num_layers}` there are {expected[0]}:"
-                " layers cannot be left out or added while a model is loaded, as a number does not say which. Load it as"
-                " it is and use `attnres.conversion.select_layers(model, range(...))`, or write a checkpoint with"
+                " layers cannot be left out or added while a model is loaded, as a number does not say which. Load it"
+                " as it is and use `attnres.conversion.select_layers(model, range(...))`, or write a checkpoint with"
                 " `attnres prune`."
             )
     if any(name.endswith("depth_queries.query") for name in loading_info.missing_keys):  # a base, which may be cut

@@ -48,7 +48,8 @@ def select_layers(model: PreTrainedModel, layers: Iterable[int]) -> PreTrainedMo
 
     Args:
         model: an AttnRes model, or one of a supported base. It stays as it is, and shares its tensors with the new
-            model, apart from the queries. The second and further copies of a layer have their own tensors.
+            model, apart from the queries. The second and further copies of a layer have their own tensors. Hooks and
+            gradient checkpointing stay with the old model.
         layers: numbers of the layers, from 0, such as `range(20)` or `[0, 1, 1, 2]`.
 
     Raises:
@@ -113,8 +114,8 @@ def check_is_decoder(config: PreTrainedConfig):
     """Raise a `ValueError` for the config of a model whose layers are not one stack."""
     if config.get_text_config(decoder=True) is not config or not hasattr(config, "num_hidden_layers"):
         raise ValueError(
-            f"Layers of a `{config.model_type}` model cannot be selected: it is made of several models, and other parts"
-            " of it may refer to the layers of its language model."
+            f"Layers of a `{config.model_type}` model cannot be selected: it is made of several models, and other"
+            " parts of it may refer to the layers of its language model."
         )
 
 
@@ -170,20 +171,44 @@ def check_same_layers(config: PreTrainedConfig, selected: PreTrainedConfig, laye
     """
     old_trunk, new_trunk = trunk_on_meta(config), trunk_on_meta(selected)
     olds, news = decoder_layers(old_trunk), decoder_layers(new_trunk)
-    difference = None
+    difference = _difference_of_sources(getattr(config, "indexer_types", None) or [], layers)
     if len(news) != len(layers):
         difference = f"its config makes {len(news)} layers, not {len(layers)}"
     for new, old in enumerate(layers):
         if difference is None and (found := _difference(olds[old], news[new], layers, len(olds))):
             difference = f"layer {old} would be layer {new}, and another one: {found}"
-    shapes = [
-        {name: tensor.shape for name, tensor in _tensors_outside(trunk)} for trunk in (old_trunk, new_trunk)
-    ]
+    shapes = [{name: tensor.shape for name, tensor in _tensors_outside(trunk)} for trunk in (old_trunk, new_trunk)]
     if difference is None and shapes[0] != shapes[1]:
         name = next(name for name in {**shapes[0], **shapes[1]} if shapes[0].get(name) != shapes[1].get(name))
         difference = f"`{name}`, which belongs to no layer, depends on their number"
     if difference is not None:
         raise ValueError(f"A `{base_type_of(config)}` model cannot have the layers {in_ranges(layers)}: {difference}.")
+
+
+def _difference_of_sources(indexer_types: list[str], layers: list[int]) -> str | None:
+    """Which layer would attend to tokens that another layer has chosen; `None` if none would, or layers all choose.
+
+    Args:
+        indexer_types: "full" for layers that choose, "shared" for those that take the tokens of the last one before.
+    """
+
+    def choosing(numbers: list[int]) -> list[int | None]:
+        chosen: list[int | None] = []
+        for number in numbers:
+            is_shared = indexer_types[number] == "shared"
+            chosen.append((chosen[-1] if chosen else None) if is_shared else number)
+        return chosen
+
+    if not indexer_types:
+        return None
+    before, after = choosing(list(range(len(indexer_types)))), choosing(layers)
+    for number, found in zip(layers, after):
+        if found != before[number]:
+            other = "none" if found is None else f"layer {found}"
+            return (
+                f"layer {number} attends to tokens that layer {before[number]} chooses, and {other} would choose them"
+            )
+    return None
 
 
 def _tensors_outside(trunk: nn.Module) -> Iterator[tuple[str, torch.Tensor]]:
@@ -199,10 +224,10 @@ def _difference(old: nn.Module, new: nn.Module, layers: list[int], num_layers: i
     olds, news = dict(old.named_modules()), dict(new.named_modules())
     for name in olds.keys() | news.keys():
         if name not in olds or name not in news:
-            return f"`{name}` is only in one of them"
+            return f"`{name}` is in one of them only"
         old, new = olds[name], news[name]
         if type(old) is not type(new):
-            return f"`{name}` is a {type(old).__name__}, and would be a {type(new).__name__}"
+            return f"{f'`{name}`' if name else 'it'} is a {type(old).__name__}, and would be a {type(new).__name__}"
         if _shapes(old) != _shapes(new):
             return f"the tensors of `{name}` have other shapes"
         for attribute in sorted((vars(old).keys() | vars(new).keys()) - OF_PLACE):
@@ -234,10 +259,10 @@ def _shapes(module: nn.Module) -> dict[str, torch.Size | None]:
     return {name: None if tensor is None else tensor.shape for name, tensor in tensors.items()}
 
 
-def layers_name(trunk: nn.Module) -> str:
+def layers_name(model: nn.Module) -> str:
     """The name of the list of decoder layers in a model, such as `layers` or `model.layers`."""
-    layers = decoder_layers(trunk)
-    return next(name for name, module in trunk.named_modules() if module is layers)
+    layers = decoder_layers(getattr(model, "base_model", model))
+    return next(name for name, module in model.named_modules() if module is layers)
 
 
 def rows_of_layers(config: AttnResConfig, layers: Iterable[int]) -> list[int]:
@@ -257,7 +282,7 @@ def _give_tensors(model: PreTrainedModel, selected: PreTrainedModel, layers: lis
     trunk, name = model.base_model, layers_name(selected)
     modules = dict(model.named_modules())
     prefix = re.compile(rf"^({re.escape(name)})\.(\d+)")
-    used = set()
+    used: set[str] = set()
     copied: dict[int, dict[int, torch.Tensor]] = {}
     for path, new in selected.named_modules():
         match = prefix.match(path)
@@ -266,20 +291,25 @@ def _give_tensors(model: PreTrainedModel, selected: PreTrainedModel, layers: lis
         old = modules.get(source)
         used.add(source)
         if type(old) is not type(new):
-            raise ValueError(
-                f"`{source}` of the model is a {type(old).__name__}, and models of its config have a"
-                f" {type(new).__name__} there: select layers of a model as it is loaded, before adapters, quantisation"
-                " or other changes to its modules."
-            )
+            raise _changed(source, f"is a {type(old).__name__}, and models of its config have a {type(new).__name__}")
+        if old._parameters.keys() != new._parameters.keys() or new._buffers.keys() - old._buffers.keys():
+            raise _changed(source, "has other tensors than in models of its config")
         if isinstance(new, AttnResDepthQueries):
             _give(old, new, _rows(rows_of_layers(trunk.config, layers)))
         elif number is not None and layers[number] in layers[:number]:
             _give(old, new, _copies(copied.setdefault(number, {})))
         else:
             _give(old, new, lambda tensor: tensor)
-    added = {path for path in modules.keys() - used if not prefix.match(path)}
-    if added:
-        raise ValueError(f"The model has a module that models of its config have not, `{min(added)}`: remove it.")
+    for path in sorted(modules.keys() - used):
+        if not prefix.match(path):
+            raise _changed(path, "is not in models of its config")
+
+
+def _changed(name: str, how: str) -> ValueError:
+    return ValueError(
+        f"`{name}` of the model {how}: select layers of a model as it is loaded, before adapters, quantisation or other"
+        " changes to its modules."
+    )
 
 
 def _give(old: nn.Module, new: nn.Module, of_tensor: Callable[[torch.Tensor], torch.Tensor]):

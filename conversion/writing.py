@@ -85,6 +85,7 @@ class Conversion:
         """What a report says of source and result; where that has no blocks, the sublayers are the source's."""
         config, depth = self.config, self.depth_config or self.source.depth_config
         config_dict = config if isinstance(config, dict) else config.to_dict()
+        dropped = {name for name, new in self.names.items() if new is None}
         return {
             **self.source.facts_as_source(),
             "operation": self.operation,
@@ -93,8 +94,8 @@ class Conversion:
             "num_sublayers": sum(probe_sublayers(config)) if depth is None else depth.num_sites - 1,
             "block_size": None if self.depth_config is None else depth.attn_res_block_size,
             "read": "" if self.depth_config is None else ReadConfig.of(depth).in_words(),
-            "tensors_added": {name: list(tensor.shape) for name, tensor in self.add.items()},
-            "tensors_dropped": sorted(name for name, new in self.names.items() if new is None),
+            "tensors_added": {name: list(tensor.shape) for name, tensor in self.add.items() if name not in dropped},
+            "tensors_dropped": sorted(dropped - self.add.keys()),
             "layers": None if self.layers is None else list(self.layers),
         }
 

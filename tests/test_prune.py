@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Layers left out and repeated: compared with native layers that are skipped, in memory, as files, and as a command."""
+"""Layers left out and repeated: compared with native layers that are skipped; in memory, as files, as a command."""
 
 import copy
 import json
@@ -19,8 +19,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, Llam
 
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification
 from attnres.checkpoints.checkpoint import different_tensors, open_checkpoint
-from attnres.conversion import convert, layer_costs, prune, revert, select_layers
-from attnres.conversion import writing
+from attnres.conversion import convert, layer_costs, prune, revert, select_layers, writing
 from attnres.conversion.prune import mean_loss
 from attnres.data.text import read_sample, train_tokenizer
 from attnres.utils.ranges import in_ranges, read_ranges
@@ -58,7 +57,7 @@ def with_skipped(native, layers):
 
 
 def logits_by_definition(native, model, layers, input_ids):
-    """What an AttnRes model computes with some of its layers, in order: the native one, with the rows of its queries."""
+    """What an AttnRes model computes with some of its layers, in order: by the native one and rows of its queries."""
     counts, config = model.config.attn_res_sublayers, model.config
     rows = [sum(counts[:number]) + i for number in layers for i in range(counts[number])] + [sum(counts)]
     native = with_skipped(native, layers)
@@ -154,7 +153,8 @@ def test_generation_with_a_cache(family, input_ids):
     for layers in ([0, 2, 3], [1, 2, 2, 3]):
         selected = select_layers(model, layers)
         options = {"do_sample": False, "max_new_tokens": 8, "min_new_tokens": 8}
-        assert torch.equal(selected.generate(input_ids, **options), selected.generate(input_ids, use_cache=False, **options))
+        cached, uncached = (selected.generate(input_ids, use_cache=cache, **options) for cache in (True, False))
+        assert torch.equal(cached, uncached)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])
@@ -208,6 +208,7 @@ def test_other_heads(input_ids):
 
 def test_fields_of_single_layers():
     """Of a config: an entry of a list, numbers of layers, how many are of a kind, and what `per_layer_config` has."""
+
     def config_of(family, layers, **kwargs):
         return select_layers(AutoModelForCausalLM.from_config(decoder_config(family, **kwargs)), layers).config
 
@@ -253,6 +254,8 @@ def test_layers_that_are_not_there(layers, error, message, tmp_path):
         ("gemma4_text", {}, [0, 1, 2], "gemma4_text"),
         ("gemma4_unified_text", {}, [0, 2, 3], "gemma4_unified_text"),
         ("longcat_flash", {}, [0, 1], "its config makes"),
+        ("glm_moe_dsa", {}, [0, 1, 3], "layer 3 attends to tokens that layer 2 chooses, and layer 0 would choose them"),
+        ("glm_moe_dsa", {}, [1, 2, 3], "layer 1 attends to tokens that layer 0 chooses, and none would choose them"),
     ],
 )
 def test_what_a_config_cannot_express(family, kwargs, layers, message):
@@ -270,7 +273,7 @@ def test_models_that_are_changed(tmp_path):
         select_layers(get_peft_model(copy.deepcopy(model), LoraConfig(target_modules="all-linear")), [0])
     adapted = copy.deepcopy(model)
     adapted.add_adapter(LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(ValueError, match=r"`model.layers.0.self_attn.q_proj` of the model is a Linear.*before adapters"):
+    with pytest.raises(ValueError, match=r"`model.layers.0.self_attn.q_proj` .* is a Linear.*before adapters"):
         select_layers(adapted, [0])
     replaced = copy.deepcopy(model)
     replaced.model.layers[2].mlp.up_proj = nn.Identity()
@@ -456,8 +459,8 @@ def test_command(folder, tmp_path, run_attnres, capsys):
     found = json.loads(capsys.readouterr().out)
     assert found["layers"] == [0, 1, 1, 3] and found["left_out"] == [2] and found["costs"] == []
     assert found["wrote"] == [str(tmp_path / "b")] and found["num_tokens"] == 2048
-    model, tokenizer = AutoModelForCausalLM.from_pretrained(tmp_path / "b"), AutoTokenizer.from_pretrained(tmp_path / "b")
-    ids = tokenizer(read_sample(), add_special_tokens=False).input_ids[:2048]
+    model = AutoModelForCausalLM.from_pretrained(tmp_path / "b")
+    ids = AutoTokenizer.from_pretrained(tmp_path / "b")(read_sample(), add_special_tokens=False).input_ids[:2048]
     assert found["losses"] == [pytest.approx(mean_loss(model, torch.tensor(ids).view(-1, 128)), rel=1e-4)]
 
 

@@ -19,6 +19,7 @@ HERE = Path(__file__).parents[2]
 OPERATOR = ("tests/test_depth_attention.py", "tests/test_two_phases.py", "tests/test_depth_stream.py")
 READS = ("tests/test_reads.py",)
 RECORDER = ("tests/test_recorder.py",)
+PRUNE = ("tests/test_prune.py",)
 GRADIENTS = ("tests/test_gradients.py",)
 PRETRAINING = ("tests/test_pretrain.py",)
 # Which slow tests of a file are run where the fast ones have not failed, as `pytest -k` takes it
@@ -212,6 +213,12 @@ MUTATIONS = [
     ("depth/stream.py", "stream._replaced(blocks=closed, outputs=of_open_block)", "stream._replaced(blocks=closed)", RECORDER),
     ("depth/stream.py", "partial=of_open_block[0] if of_open_block else None", "partial=stream.partial", RECORDER),
     ("base/forward.py", "                depth_recorder.check_read()", "                pass", RECORDER),
+    # Layers that are left out or repeated
+    ("conversion/layers.py", "    return [*rows, config.num_sites - 1]", "    return [*rows, 0]", PRUNE),
+    ("conversion/layers.py", "return 0 <= new < len(layers) and layers[new] == old", "return True", PRUNE),
+    ("conversion/layers.py", "elif number is not None and layers[number] in layers[:number]:", "elif False:", PRUNE),
+    ("conversion/layers.py", "sum(old < value for old in layers)", "value", PRUNE),
+    ("conversion/prune.py", "            layers.remove(cheapest)", "            layers.pop()", PRUNE),
 ]  # fmt: skip
 
 
