@@ -1,8 +1,9 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Models with other layers than they were loaded with: some left out, some repeated, each as it was.
 
-A model of some layers of another is a model of its config, `config_with_layers`, with the layers' own tensors. Nothing
-here knows families: `check_same_layers` compares the layers that transformers makes of both configs.
+A model of some layers of another is a model of its config, `config_with_layers`, with the layers' own tensors. Fields
+of configs are cut by their names, and for whatever has another name there is no table of families: `check_same_layers`
+compares the layers that transformers makes of both configs, and refuses what differs.
 """
 
 import copy
@@ -205,9 +206,7 @@ def _difference_of_sources(indexer_types: list[str], layers: list[int]) -> str |
     for number, found in zip(layers, after):
         if found != before[number]:
             other = "none" if found is None else f"layer {found}"
-            return (
-                f"layer {number} attends to tokens that layer {before[number]} chooses, and {other} would choose them"
-            )
+            return f"layer {number} attends to tokens that layer {before[number]} chooses, and {other} would choose"
     return None
 
 
@@ -307,8 +306,8 @@ def _give_tensors(model: PreTrainedModel, selected: PreTrainedModel, layers: lis
 
 def _changed(name: str, how: str) -> ValueError:
     return ValueError(
-        f"`{name}` of the model {how}: select layers of a model as it is loaded, before adapters, quantisation or other"
-        " changes to its modules."
+        f"`{name}` of the model {how}: select layers of a model as it is loaded, before adapters, quantisation or"
+        " other changes to its modules."
     )
 
 

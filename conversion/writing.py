@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoProcessor, PreTrainedConfig
 
 from .. import __version__
@@ -31,6 +32,8 @@ from ..data.text import read_sample
 from ..depth.reads import ReadConfig
 from ..model_cards.card import inherited_metadata, weights_of, write_model_card
 from ..utils.files import atomic_folder
+from ..utils.markup import code, escaped
+from ..utils.ranges import in_ranges
 from .checks import check_tensors
 from .options import Writing
 from .parity import check_device_map, check_finite_weights, compare_with, read_windows, run_reference
@@ -195,6 +198,20 @@ def write_report_and_card(report: ConversionReport, conversion: Conversion, fold
         base_model = None if has_same_base else source.commit and source.name
         inherited = inherited_metadata(folder / BASE_CARD_NAME, base_model)
         write_model_card(folder, base_metadata=inherited, repo_id=report.destination, on_hub=False, checkpoint=written)
+    elif conversion.layers is not None:
+        metadata = inherited_metadata(folder / BASE_CARD_NAME, conversion.source.commit and conversion.source.name)
+        write_card_of_layers(report, metadata, folder)
+
+
+def write_card_of_layers(report: ConversionReport, metadata: dict[str, Any], folder: Path):
+    """Write a short card for an ordinary model with other layers than that of its source, whose card steps aside."""
+    text = (
+        f"# {escaped(report.destination)}\n\nIts layers are the layers {in_ranges(report.layers or [])} of"
+        f" {code(report.source)}, as they are there."
+    )
+    if (folder / BASE_CARD_NAME).exists():
+        text += f" The card of that model is `{BASE_CARD_NAME}`."
+    ModelCard(f"---\n{ModelCardData(**metadata).to_yaml()}\n---\n\n{text}\n").save(folder / "README.md")
 
 
 def cards_to_keep(conversion: Conversion) -> dict[str, str | None]:
