@@ -254,7 +254,7 @@ def prune(
         revision = need_checkpoint(source, revision)
         need_files([text])
         from ..conversion import prune
-        from ..conversion.prune import measure_checkpoint
+        from ..conversion.pruning import measure_checkpoint
         from ..inspection.text import TextToRead
         from ..utils.devices import default_device
 

@@ -5,7 +5,7 @@
 - `options.py`: what can be chosen; `checks.py`: what is looked at first
 - `writing.py`: the checkpoint that all of them write, with report and card; `weights.py`: its weights, byte for byte
 - `parity.py`: `verify`, the same function or not; `running.py`: the models run for it
-- `layers.py`: `select_layers`, a model with some layers of another; `prune.py`: what layers are worth, and `prune`
+- `layers.py`: `select_layers`, a model with some layers of another; `pruning.py`: what layers are worth, and `prune`
 - `probe_report.py`: what can be a base, and why
 """
 
@@ -15,7 +15,7 @@ from .converter import convert, revert
 from .exchange import export_checkpoint, import_checkpoint
 from .layers import select_layers
 from .parity import verify
-from .prune import LayerCosts, layer_costs, prune
+from .pruning import LayerCosts, layer_costs, prune
 
 
 __all__ = [

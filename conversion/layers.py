@@ -230,10 +230,10 @@ def _difference(old: nn.Module, new: nn.Module, layers: list[int], num_layers: i
         if _shapes(old) != _shapes(new):
             return f"the tensors of `{name}` have other shapes"
         for attribute in sorted((vars(old).keys() | vars(new).keys()) - OF_PLACE):
-            values = [vars(module).get(attribute) for module in (old, new)]
-            if not _is_same(attribute, *values, layers, num_layers):
+            before, after = (vars(module).get(attribute) for module in (old, new))
+            if not _is_same(attribute, before, after, layers, num_layers):
                 place = f"{name}.{attribute}".removeprefix(".")
-                return f"`{place}` is {values[0]!r}, and would be {values[1]!r}"
+                return f"`{place}` is {before!r}, and would be {after!r}"
     return None
 
 

@@ -21,7 +21,7 @@ from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassif
 from attnres.checkpoints.checkpoint import different_tensors, open_checkpoint
 from attnres.conversion import convert, layer_costs, prune, revert, select_layers, writing
 from attnres.conversion.layers import config_with_layers
-from attnres.conversion.prune import mean_loss
+from attnres.conversion.pruning import mean_loss
 from attnres.data.text import read_sample, train_tokenizer
 from attnres.utils.ranges import in_ranges, read_ranges
 

@@ -218,7 +218,7 @@ MUTATIONS = [
     ("conversion/layers.py", "return 0 <= new < len(layers) and layers[new] == old", "return True", PRUNE),
     ("conversion/layers.py", "elif number is not None and layers[number] in layers[:number]:", "elif False:", PRUNE),
     ("conversion/layers.py", "sum(old < value for old in layers)", "value", PRUNE),
-    ("conversion/prune.py", "            layers.remove(cheapest)", "            layers.pop()", PRUNE),
+    ("conversion/pruning.py", "            layers.remove(cheapest)", "            layers.pop()", PRUNE),
 ]  # fmt: skip
 
 
