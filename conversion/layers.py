@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..base.config import copy_private, per_layer
-from ..base.probe import decoder_layers, decoder_on_meta
+from ..base.probe import decoder_layers, decoder_on_meta, probe_sublayers
 from ..configuration_attnres import AttnResConfig
 from ..depth.queries import AttnResDepthQueries
 from ..modeling_attnres import AttnResModel
@@ -112,12 +112,14 @@ def check_model(model: Any):
 
 
 def check_is_decoder(config: PreTrainedConfig):
-    """Raise a `ValueError` for the config of a model whose layers are not one stack."""
+    """Raise a `ValueError` for the config of a model whose layers are not one stack, on one residual stream."""
     if config.get_text_config(decoder=True) is not config or not hasattr(config, "num_hidden_layers"):
         raise ValueError(
             f"Layers of a `{config.model_type}` model cannot be selected: it is made of several models, and other"
             " parts of it may refer to the layers of its language model."
         )
+    if not isinstance(config, AttnResConfig):
+        probe_sublayers(config)  # other layers may get more of earlier ones than the stream
 
 
 def config_with_layers(config: PreTrainedConfig, layers: list[int]) -> PreTrainedConfig:

@@ -16,6 +16,7 @@ from test_reads import SOME, converted, name_of, randomize
 from tiny_models import tiny_base_config, tiny_base_model
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, Gemma3Config, LlamaConfig
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSequenceClassification
 from attnres.checkpoints.checkpoint import different_tensors, open_checkpoint
@@ -277,6 +278,7 @@ def test_layers_that_are_not_there(layers, error, message, tmp_path):
         ("gemma4_text", {}, [0, 1, 2], "gemma4_text"),
         ("gemma4_unified_text", {}, [0, 2, 3], "gemma4_unified_text"),
         ("longcat_flash", {}, [0, 1], "longcat_flash"),
+        ("zaya", {}, [0, 2], "`base_model_type='zaya'` is not supported"),
         ("glm_moe_dsa", {}, [0, 1, 3], "layer 3 attends to tokens that layer 2 chooses, and layer 0 would choose"),
         ("glm_moe_dsa", {}, [1, 2, 3], "layer 1 attends to tokens that layer 0 chooses, and none would choose"),
     ],
@@ -540,26 +542,25 @@ def test_heterogeneous_configs():
     assert [of_layer.intermediate_size for of_layer in selected.per_layer_config] == [11008, 64, 64]
 
 
-# Whose models do not run here on token ids alone, or take minutes
-NOT_RUN = {"reformer", "xlnet", "blt"}
+# Whose models do not run here in fp64, take minutes, or pass more from layer to layer than one that is skipped has
+NOT_RUN = {"reformer", "xlnet", "blt", "xglm", "glm_moe_dsa", "hy_v4"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", [family for family in DECODERS if family not in NOT_RUN])
 def test_every_decoder(family):
     """Either an error, or what the model computes whose layer is skipped."""
+    if family not in CONFIG_MAPPING:
+        pytest.skip("this transformers does not have it")
     base = base_model(family)
     input_ids = torch.randint(3, 97, (2, 8))
     num_layers = getattr(base.config, "num_hidden_layers", 0)
-    refused = 0
     for number in range(num_layers):
         others = [other for other in range(num_layers) if other != number]
         try:
             selected = select_layers(base, others)
         except ValueError:
-            refused += 1
             continue
         with torch.no_grad():
             expected = with_skipped(base, others, input_ids)(input_ids, use_cache=False).logits
             assert relative(selected(input_ids, use_cache=False).logits, expected) < 1e-5, (family, number)
-    print(family, f"{refused} of {num_layers} refused")
