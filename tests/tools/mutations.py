@@ -215,7 +215,7 @@ MUTATIONS = [
     ("base/forward.py", "                depth_recorder.check_read()", "                pass", RECORDER),
     # Layers that are left out or repeated
     ("conversion/layers.py", "    return [*rows, config.num_sites - 1]", "    return [*rows, 0]", PRUNE),
-    ("conversion/layers.py", "return 0 <= new < len(layers) and layers[new] == old", "return True", PRUNE),
+    ("conversion/layers.py", "    return old == new", "    return True", PRUNE),
     ("conversion/layers.py", "elif number is not None and layers[number] in layers[:number]:", "elif False:", PRUNE),
     ("conversion/layers.py", "sum(old < value for old in layers)", "value", PRUNE),
     ("conversion/pruning.py", "            layers.remove(cheapest)", "            layers.pop()", PRUNE),
