@@ -297,8 +297,8 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         if not isinstance(stream, DepthStream) or stream.site != entry_site:
             raise ValueError(
                 f"A {type(layer).__name__} of base `{self.config.base_model_type}` has to be given the residual stream"
-                f" at site {entry_site}, and was given {_describe(stream)}: layers cannot be left out, repeated, or"
-                " run by themselves on a tensor."
+                f" at site {entry_site}, and was given {_describe(stream)}: layers cannot be run by themselves on a"
+                " tensor, and not be left out or repeated, but by `attnres.conversion.select_layers`."
             )
         is_checkpointed = getattr(layer, "gradient_checkpointing", False) and layer.training
         if stream.is_rebuilt or is_checkpointed:  # what later layers do not get is not computed for them
@@ -593,8 +593,9 @@ def reason_against_weights(model, loading_info) -> str | None:
         if name.endswith("depth_queries.query") and found[:1] != expected[:1]:
             return (
                 f"has {found[0]} reads over depth, and with `num_hidden_layers={num_layers}` there are {expected[0]}:"
-                " layers cannot be left out or added while a model is loaded. Do that with its base (`attnres revert`)"
-                " and convert the base, or start with queries of zero by `ignore_mismatched_sizes=True`."
+                " layers cannot be left out or added while a model is loaded, as a number does not say which. Load it"
+                " as it is and use `attnres.conversion.select_layers(model, range(...))`, or write a checkpoint with"
+                " `attnres prune`."
             )
     if any(name.endswith("depth_queries.query") for name in loading_info.missing_keys):  # a base, which may be cut
         return None

@@ -41,7 +41,8 @@ def combined_class(ours: Any, base: type, base_model_type: str | None = None) ->
 
 
 def new_combined(ours: Any, base: Any, base_model_type: str | None):
-    cls = combined_class(ours, base, base_model_type)
+    # With the arguments of the first call, by which the class is remembered
+    cls = combined_class(ours, base, *([] if base_model_type is None else [base_model_type]))
     return cls.__new__(cls)
 
 

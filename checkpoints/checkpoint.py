@@ -38,6 +38,7 @@ from transformers.models.auto.modeling_auto import (
 
 from ..base.config import base_config_class, decoder_class, is_encoder, rename_architectures
 from ..base.probe import decoder_on_meta
+from ..utils.ranges import in_ranges
 from ..utils.untrusted import (
     PICKLES,
     check_folder,
@@ -135,6 +136,7 @@ class Checkpoint:
         companions: other files that belong to the checkpoint, relative to the folder, such as those of a tokenizer.
         code: those of them that its `auto_map` needs.
         left_behind: all other files, such as weights in other formats. A folder without any companion is listed once.
+        layers: numbers of the layers that its model is run with; `None` for all.
     """
 
     name: str
@@ -145,6 +147,7 @@ class Checkpoint:
     companions: tuple[str, ...]
     code: tuple[str, ...]
     left_behind: tuple[str, ...]
+    layers: tuple[int, ...] | None = None
 
     @functools.cached_property
     def config(self) -> PreTrainedConfig:
@@ -154,7 +157,8 @@ class Checkpoint:
     @property
     def title(self) -> str:
         """Its id on the Hub, or the name of its folder without the path, for files that others will read."""
-        return self.name if self.commit is not None else Path(self.name).absolute().name
+        title = self.name if self.commit is not None else Path(self.name).absolute().name
+        return title if self.layers is None else f"{title}, layers {in_ranges(self.layers)}"
 
     @property
     def shards(self) -> list[str]:

@@ -1,10 +1,12 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What a conversion and its verification leave to be read, as objects, JSON and Markdown."""
 
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from ..utils.markup import code, escaped, sentence
+from ..utils.ranges import in_ranges
 
 
 @dataclass(frozen=True)
@@ -214,6 +216,7 @@ class ConversionReport:
         notes: what else there is to know, in words.
         read: the read over depth in words, if it is not the paper's.
         weights: what the weights were made from, if they were quantised or in a GGUF file.
+        layers: numbers of the layers of the source that it has; `None` for all.
     """
 
     operation: str
@@ -234,6 +237,7 @@ class ConversionReport:
     notes: list[str]
     read: str = ""
     weights: SourceWeights | None = None
+    layers: list[int] | None = None
 
     def to_dict(self) -> dict:
         verification = None if self.verification is None else self.verification.to_dict()
@@ -253,14 +257,16 @@ class ConversionReport:
                 f"- {escaped(self.base_model_type)}, {self.num_sublayers} sublayers in {num_blocks} blocks of"
                 f" {self.block_size}" + (" (Full AttnRes)" if self.block_size == 1 else "")
             )
+        if self.layers is not None:
+            lines.append(f"- {len(self.layers)} layers, those of the source: {in_ranges(self.layers)}")
         if self.read:
             lines.append(f"- read over depth: {sentence(self.read)}")
         if self.source_commit is not None:
             lines.append(f"- revision of the source: {code(self.source_commit)}")
         if self.tensors_added:
-            lines.append(f"- added: {len(self.tensors_added)} tensors of depth attention")
+            lines.append(f"- added: {len(self.tensors_added)} tensors{_of_depth_attention(self.tensors_added)}")
         if self.tensors_dropped:
-            lines.append(f"- dropped: {len(self.tensors_dropped)} tensors of depth attention")
+            lines.append(f"- dropped: {len(self.tensors_dropped)} tensors{_of_depth_attention(self.tensors_dropped)}")
         lines += [f"- left behind: {code(name)}" for name in self.left_behind]
         lines.append(f"- {self.num_bytes / 1e9:.3f} GB in {self.seconds:.1f} s before verification")
         lines += [f"- {sentence(note)}" for note in self.notes]
@@ -271,3 +277,8 @@ class ConversionReport:
         lines.append("Not done." if self.verification is None else self.verification.to_markdown())
         versions = ", ".join(f"{name} {escaped(version)}" for name, version in self.versions.items())
         return "\n".join([*lines, "", f"{versions}."]) + "\n"
+
+
+def _of_depth_attention(names: Iterable[str]) -> str:
+    """What the names of tensors say of where they belong."""
+    return " of depth attention" if all("depth_queries" in name or "_res_" in name for name in names) else ""

@@ -13,7 +13,7 @@ import typer
 
 from ..utils.installation import how_to_install
 from .console import fail, with_verbosity
-from .convert import convert, export, import_, revert, verify
+from .convert import convert, export, import_, prune, revert, verify
 from .help import Command, Group
 from .measure import bench, eval_, explore, inspect, plan, report, scaling
 from .programs import chat, run
@@ -66,6 +66,7 @@ COMMANDS: dict[str, dict[Callable, str]] = {
         convert: "attnres convert Qwen/Qwen3-0.6B qwen3-attnres --num-blocks 8",
         revert: "attnres revert qwen3-attnres qwen3",
         verify: "attnres verify Qwen/Qwen3-0.6B qwen3-attnres",
+        prune: "attnres prune qwen3-attnres qwen3-20-layers --drop 8 --text text.txt",
         import_: "attnres import fla-model attnres-model",
         export: "attnres export attnres-model fla-model --to fla",
     },

@@ -6,12 +6,13 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from ..utils.ranges import in_ranges, read_ranges
 from .checks import need_checkpoint, need_checkpoints, need_destination, need_files, need_source
-from .console import Revision, is_verbose, json_option, print_json, say, say_written, show_markdown, working
+from .console import Revision, console, is_verbose, json_option, print_json, say, say_written, show_markdown, working
 
 
 if TYPE_CHECKING:
-    from ..conversion import ConversionReport
+    from ..conversion import ConversionReport, LayerCosts
 
 
 # The same words for the same things, whatever the command
@@ -195,6 +196,119 @@ def verify(
         say(report.verdict)
     if not report.equal:
         raise typer.Exit(1)
+
+
+def prune(
+    source: Source,
+    destination: Annotated[
+        Path | None,
+        typer.Argument(
+            metavar="OUTPUT",
+            help="Write the pruned checkpoint to this folder, which must not exist or must be empty."
+            " \\[default: only measure]",
+        ),
+    ] = None,
+    drop: Annotated[
+        int | None,
+        typer.Option(min=1, help="Leave out this many layers: the cheapest one, then the cheapest of the others ..."),
+    ] = None,
+    keep: Annotated[
+        str | None,
+        typer.Option(metavar="LAYERS", help="Keep these layers, such as 0-5,8-11. Layers named twice are repeated."),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(
+            "--file", "--text", metavar="FILE", help="Measure on this UTF-8 text instead of the built-in one."
+        ),
+    ] = None,
+    max_tokens: Annotated[int, typer.Option(min=2, help="Use at most this many tokens of the text.")] = 2048,
+    batch_size: Annotated[int, typer.Option(min=1, help="Run this many windows of 512 tokens at a time.")] = 4,
+    dtype: Annotated[
+        str, typer.Option(help="Measure with weights in float32, bfloat16 ..., or with auto as they are saved.")
+    ] = "auto",
+    revision: Revision = None,
+    link: Link = False,
+    no_verify: NoVerify = False,
+    device: Annotated[
+        str | None, typer.Option(help="Run on this device: cpu, cuda:0 ... \\[default: a GPU if there is one]")
+    ] = None,
+    as_json: Annotated[
+        bool,
+        json_option(
+            "loss, costs, layers, left_out, losses, num_tokens and wrote; with OUTPUT also operation, source,"
+            " destination, verification and notes"
+        ),
+    ] = False,
+):
+    """Measure what each layer is worth, and write a checkpoint without the cheapest, or with the layers you choose."""
+    if drop is not None and keep is not None:
+        raise typer.BadParameter("--drop and --keep contradict: give one of them.")
+    if destination is not None and drop is None and keep is None:
+        raise typer.BadParameter("OUTPUT needs --drop or --keep: what should it leave out?")
+    report, wrote = None, [] if destination is None else [destination]
+    with working(as_json):
+        layers = None if keep is None else read_ranges(keep)
+        if destination is not None:
+            need_destination(destination, source)
+        revision = need_checkpoint(source, revision)
+        need_files([text])
+        from ..conversion import prune
+        from ..conversion.pruning import measure_checkpoint
+        from ..inspection.text import TextToRead
+        from ..utils.devices import default_device
+
+        device = device or default_device()
+        read = TextToRead(file=text, max_tokens=max_tokens)
+        costs, num_tokens = measure_checkpoint(
+            source,
+            read,
+            drop=drop or 0,
+            layers=layers,
+            revision=revision,
+            batch_size=batch_size,
+            dtype=dtype,
+            device=device,
+        )
+        if destination is not None:
+            report = prune(
+                source,
+                destination,
+                costs.layers,
+                revision=revision,
+                link=link,
+                verify=not no_verify,
+                verify_text=text,
+                device=device,
+            )
+    if as_json:
+        found = {} if report is None else report.to_dict()
+        print_json({**found, **vars(costs), "num_tokens": num_tokens}, wrote)
+        return
+    show_costs(costs, f"{read.name} ({num_tokens:,} tokens)")
+    if report is not None:
+        say(report.verdict)
+    say_written(wrote)
+
+
+def show_costs(costs: "LayerCosts", text: str):
+    """Print what each layer costs, and the loss before and after.
+
+    Args:
+        text: what it was measured on, in words.
+    """
+    if costs.costs:
+        from rich.table import Table
+
+        table = Table("layer", "loss without it alone", "left out as", box=None)
+        for number, cost in enumerate(costs.costs):
+            rise = "not possible" if cost is None else f"{cost:+.4f}"
+            step = costs.left_out.index(number) + 1 if number in costs.left_out else ""
+            table.add_row(str(number), rise, f"{step}")
+        console.print(table)
+    say(f"Loss on {text}: {costs.loss:.4f} nats per token with all layers")
+    if costs.losses:
+        say(f"With the layers {in_ranges(costs.layers)}: {costs.losses[-1]:.4f}")
 
 
 def import_(source: Source, destination: Destination, revision: Revision = None, as_json: ConversionJson = False):

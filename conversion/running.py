@@ -16,6 +16,7 @@ from transformers.utils import logging
 from ..base.config import is_encoder
 from ..checkpoints.checkpoint import Checkpoint
 from ..utils.untrusted import in_one_line
+from .layers import select_layers
 
 
 @contextlib.contextmanager
@@ -57,7 +58,7 @@ def model_errors_explained(checkpoint: Checkpoint) -> Iterator[None]:
 
 @contextlib.contextmanager
 def loaded(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Iterator[PreTrainedModel]:
-    """The checkpoint's model, as `from_pretrained` gives it; the last one makes room for it first."""
+    """The checkpoint's model, as `from_pretrained` gives it, or some of its layers; the last one makes room first."""
     gc.collect()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as offload_folder:
         try:
@@ -78,7 +79,7 @@ def loaded(checkpoint: Checkpoint, dtype: torch.dtype, device: str) -> Iterator[
                 f"`{checkpoint.name}` lacks {len(missing)} tensors of a {type(model).__name__}, among them"
                 f" `{missing[0]}`."
             )
-        yield model.eval()
+        yield (model if checkpoint.layers is None else select_layers(model, checkpoint.layers)).eval()
 
 
 @torch.inference_mode()

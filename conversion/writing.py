@@ -12,9 +12,11 @@ from typing import Any
 
 import torch
 import transformers
+from huggingface_hub import ModelCard, ModelCardData
 from transformers import AutoProcessor, PreTrainedConfig
 
 from .. import __version__
+from ..base.probe import probe_sublayers
 from ..checkpoints.checkpoint import (
     BASE_CONFIG_NAME,
     REPORT_NAMES,
@@ -30,6 +32,8 @@ from ..data.text import read_sample
 from ..depth.reads import ReadConfig
 from ..model_cards.card import inherited_metadata, weights_of, write_model_card
 from ..utils.files import atomic_folder
+from ..utils.markup import code, escaped
+from ..utils.ranges import in_ranges
 from .checks import check_tensors
 from .options import Writing
 from .parity import check_device_map, check_finite_weights, compare_with, run_reference, windows_of
@@ -52,6 +56,7 @@ class Conversion:
         notes: for the report.
         weights: what the source's were made from, where that does not show in its files.
         files: to copy under these names, after the config has been written.
+        layers: numbers of the source's layers that it has; `None` for all. The result is compared with these.
     """
 
     operation: str
@@ -62,6 +67,7 @@ class Conversion:
     notes: Sequence[str] = ()
     weights: SourceWeights | None = None
     files: dict[str, Path] = field(default_factory=dict)
+    layers: tuple[int, ...] | None = None
 
     @property
     def depth_config(self) -> Any:
@@ -80,18 +86,20 @@ class Conversion:
 
     def facts(self) -> dict[str, Any]:
         """What a report says of source and result; where that has no blocks, the sublayers are the source's."""
-        config, depth = self.config, self.depth_config
+        config, depth = self.config, self.depth_config or self.source.depth_config
         config_dict = config if isinstance(config, dict) else config.to_dict()
+        dropped = {name for name, new in self.names.items() if new is None}
         return {
             **self.source.facts_as_source(),
             "operation": self.operation,
             "model_type": config_dict["model_type"],
             "base_model_type": config_dict.get("base_model_type"),
-            "num_sublayers": (depth or self.source.depth_config).num_sites - 1,
-            "block_size": None if depth is None else depth.attn_res_block_size,
-            "read": "" if depth is None else ReadConfig.of(depth).in_words(),
-            "tensors_added": {name: list(tensor.shape) for name, tensor in self.add.items()},
-            "tensors_dropped": sorted(name for name, new in self.names.items() if new is None),
+            "num_sublayers": sum(probe_sublayers(config)) if depth is None else depth.num_sites - 1,
+            "block_size": None if self.depth_config is None else depth.attn_res_block_size,
+            "read": "" if self.depth_config is None else ReadConfig.of(depth).in_words(),
+            "tensors_added": {name: list(tensor.shape) for name, tensor in self.add.items() if name not in dropped},
+            "tensors_dropped": sorted(dropped - self.add.keys()),
+            "layers": None if self.layers is None else list(self.layers),
         }
 
 
@@ -110,7 +118,8 @@ def write_checkpoint(conversion: Conversion, path: Path, how: Writing) -> Conver
         check_before_verifying(source, how.verify_text, how.device)
     way_out = " On the same disk `--link` needs almost no room."
     with atomic_folder(path, conversion.num_bytes(how.link), way_out) as folder:
-        reference = run_reference(source, how.verify_text, device=how.device) if how.verify else None
+        compared = replace(source, layers=conversion.layers)
+        reference = run_reference(compared, how.verify_text, device=how.device) if how.verify else None
         start = time.perf_counter()
         notes += write_files(conversion, cards, folder, link=how.link)
         written = None
@@ -123,7 +132,7 @@ def write_checkpoint(conversion: Conversion, path: Path, how: Writing) -> Conver
             verification = compare_with(reference, written, how.device)
             if not (verification.equal or how.may_differ):
                 raise ValueError(
-                    f"`{path}` would not compute the same as `{source.name}`, so it is not written."
+                    f"`{path}` would not compute the same as `{compared.title}`, so it is not written."
                     f" {verification.verdict}. Please report this."
                 )
         report = ConversionReport(
@@ -185,9 +194,24 @@ def write_report_and_card(report: ConversionReport, conversion: Conversion, fold
     (folder / REPORT_NAMES[1]).write_text(report.to_markdown(), encoding="utf-8")
     if conversion.depth_config is not None:
         source = conversion.source
-        base_model = None if source.is_attnres else source.commit and source.name
+        has_same_base = source.is_attnres and conversion.layers is None
+        base_model = None if has_same_base else source.commit and source.name
         inherited = inherited_metadata(folder / BASE_CARD_NAME, base_model)
         write_model_card(folder, base_metadata=inherited, repo_id=report.destination, on_hub=False, checkpoint=written)
+    elif conversion.layers is not None:
+        metadata = inherited_metadata(folder / BASE_CARD_NAME, conversion.source.commit and conversion.source.name)
+        write_card_of_layers(report, metadata, folder)
+
+
+def write_card_of_layers(report: ConversionReport, metadata: dict[str, Any], folder: Path):
+    """Write a short card for an ordinary model with other layers than that of its source, whose card steps aside."""
+    text = (
+        f"# {escaped(report.destination)}\n\nIts layers are the layers {in_ranges(report.layers or [])} of"
+        f" {code(report.source)}, as they are there."
+    )
+    if (folder / BASE_CARD_NAME).exists():
+        text += f" The card of that model is `{BASE_CARD_NAME}`."
+    ModelCard(f"---\n{ModelCardData(**metadata).to_yaml()}\n---\n\n{text}\n").save(folder / "README.md")
 
 
 def cards_to_keep(conversion: Conversion) -> dict[str, str | None]:
@@ -202,6 +226,9 @@ def cards_to_keep(conversion: Conversion) -> dict[str, str | None]:
     code = (*source.code, *code_files()) if source.is_attnres else ()
     stay = ("README.md", BASE_CARD_NAME, BASE_CONFIG_NAME, *REPORT_NAMES, *maps, *code)
     names: dict[str, str | None] = dict.fromkeys(stay)
+    if conversion.layers is not None:  # another model, of which none of them is true
+        results = (name for name in source.companions if name.startswith("evaluation/"))
+        return names | dict.fromkeys(results) | {"README.md": BASE_CARD_NAME}
     if conversion.depth_config is not None:
         if not source.is_attnres:
             return names | {"README.md": BASE_CARD_NAME}

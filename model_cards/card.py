@@ -28,6 +28,7 @@ from ..depth.reads import ReadConfig
 from ..utils.files import write_file
 from ..utils.installation import ADDRESS, how_to_install
 from ..utils.markup import Markdown, code, escaped, plain_markdown, render, sentence
+from ..utils.ranges import in_ranges
 from ..utils.untrusted import file_inside, in_one_line, parse_json, parse_yaml, read_inside
 from .example import example_in
 
@@ -126,6 +127,7 @@ def render_model_card(content: CardContent) -> ModelCard:
         base_model=linked_base(metadata),
         is_made_of_other=is_made_of_other,
         example=example_in(metadata),
+        layers=in_ranges((content.report or {}).get("layers") or []),
         read=sentence(ReadConfig.of(config).in_words()),
         query_norm=norms.max().item(),
         num_trained=norms.count_nonzero().item(),
@@ -361,6 +363,7 @@ def read_report(folder: Path) -> tuple[dict[str, Any] | None, VerificationReport
         if verification is not None:
             verification.to_markdown()  # which needs all of it
         report["versions"]["attnres"], report["operation"], report["source"]
+        in_ranges(report.get("layers") or [])
         if report.get("weights") is not None:
             SourceWeights.from_dict(report["weights"])
     except (ValueError, KeyError, IndexError, TypeError, AttributeError, RecursionError) as error:

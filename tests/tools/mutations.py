@@ -20,6 +20,7 @@ OPERATOR = ("tests/test_depth_attention.py", "tests/test_two_phases.py", "tests/
 READS = ("tests/test_reads.py",)
 MERGING = ("tests/test_merging.py",)
 RECORDER = ("tests/test_recorder.py",)
+PRUNE = ("tests/test_prune.py",)
 GRADIENTS = ("tests/test_gradients.py",)
 PRETRAINING = ("tests/test_pretrain.py",)
 # Which slow tests of a file are run where the fast ones have not failed, as `pytest -k` takes it
@@ -222,6 +223,12 @@ MUTATIONS = [
     ("depth/queries.py", "names is None or depth_queries.disable_adapters", "names is None", MERGING),
     ("depth/other_reads.py", "torch.addcmul(learned.unsqueeze(1), query, gamma.unsqueeze(1))", "(learned.unsqueeze(1) + query)", MERGING),
     ("depth/other_reads.py", "{\"read_config\": replace(read_config, query=\"hybrid\"), ", "{\"read_config\": read_config, ", MERGING),
+    # Layers that are left out or repeated
+    ("conversion/layers.py", "    return [*rows, config.num_sites - 1]", "    return [*rows, 0]", PRUNE),
+    ("conversion/layers.py", "    return old == new", "    return True", PRUNE),
+    ("conversion/layers.py", "elif number is not None and layers[number] in layers[:number]:", "elif False:", PRUNE),
+    ("conversion/layers.py", "sum(old < value for old in layers)", "value", PRUNE),
+    ("conversion/pruning.py", "            layers.remove(cheapest)", "            layers.pop()", PRUNE),
 ]  # fmt: skip
 
 
