@@ -367,7 +367,7 @@ REFUSED_HEADS = (
 SERVED = [
     name
     for name, measured in survey()["supported"].items()
-    if measured["engines"] and name not in HEADS and name in CONFIG_MAPPING  # some are of a newer transformers
+    if measured.get("engines") and name not in HEADS and name in CONFIG_MAPPING  # some are of a newer transformers
 ]
 
 

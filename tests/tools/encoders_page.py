@@ -70,19 +70,27 @@ def measured(model_type: str) -> dict:
     }
 
 
+def reason_against(name: str) -> str | None:
+    """Why a type is refused, with its default config if a tiny one does not suit it; `None` if it is not."""
+    reason = None
+    for make_config in (encoder_config, lambda name: CONFIG_MAPPING[name]()):
+        try:
+            AttnResConfig.from_base_config(make_config(name))
+            return None
+        except Exception as error:
+            reason = re.sub(r"^`base_model_type='[^']*'` is not supported: |\.$", "", " ".join(str(error).split()))
+            if "more to the residual stream" in reason or "one stack" in reason:
+                return reason
+    return reason
+
+
 def survey() -> dict:
     supported, refused = {}, {}
     for name in track(encoder_types(), "Encoders"):
-        try:
-            config = encoder_config(name)
-        except Exception:  # it has checks that a tiny config does not pass
-            config = CONFIG_MAPPING[name]()
-        try:
-            AttnResConfig.from_base_config(config)
-        except ValueError as error:
-            # Others are of sound, or made of several models
-            if len(heads_of(name)) > 1 or "vision" in name:
-                refused[name] = re.sub(r"^`base_model_type='[^']*'` is not supported: |\.$", "", str(error))
+        reason = reason_against(name)
+        if reason is not None:
+            if len(heads_of(name)) > 1 or "vision" in name:  # others are of sound
+                refused[name] = reason
             continue
         try:
             supported[name] = measured(name)
