@@ -3,6 +3,8 @@
 
 import filecmp
 import json
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -155,6 +157,7 @@ def test_pipelines(tmp_path):
     native.save_pretrained(tmp_path / "vit")
     ViTImageProcessor(size={"height": 16, "width": 16}).save_pretrained(tmp_path / "vit")
     convert(tmp_path / "vit", tmp_path / "vit-attnres", num_blocks=4)
+    assert "AutoImageProcessor, AutoModelForImageClassification" in (tmp_path / "vit-attnres/README.md").read_text()
     from PIL import Image
 
     image = Image.effect_noise((40, 30), 90).convert("RGB")
@@ -217,6 +220,13 @@ def test_from_scratch_and_remote_code(tmp_path):
     convert(tmp_path / "base", tmp_path / "alone", num_blocks=2, self_contained=True)
     auto_map = json.loads((tmp_path / "alone" / "config.json").read_text())["auto_map"]
     assert auto_map["AutoModelForMaskedLM"] == "modeling_attnres.AttnResForMaskedLM"
+    program = (
+        "import sys; sys.modules['attnres'] = None; from transformers import AutoModelForMaskedLM as A;"
+        f"print(type(A.from_pretrained({str(tmp_path / 'alone')!r}, trust_remote_code=True)))"
+    )
+    printed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True).stdout
+    assert "transformers_modules" in printed and "AttnResForMaskedLM[modernbert]" in printed
+    assert "AutoModelForMaskedLM, AutoTokenizer" in (tmp_path / "alone" / "README.md").read_text()
     config = AttnResConfig.from_base_config(encoder_config("modernbert"), block_size=3)
     assert type(AutoModelForMaskedLM.from_config(config)) is type(AttnResForMaskedLM(config))
     assert type(AutoModel.from_config(config)).__name__ == "AttnResModel"
