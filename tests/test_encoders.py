@@ -33,6 +33,7 @@ from transformers import (
     Trainer,
     TrainingArguments,
     ViTImageProcessor,
+    YolosConfig,
     pipeline,
 )
 
@@ -238,8 +239,10 @@ def test_from_scratch_and_remote_code(tmp_path):
         (BertConfig(), "BertLayer does more to the residual stream"),
         (ResNetConfig(), "its layers are not one stack"),
         (T5Config(), "no causal language model and no encoder of this type"),
+        # The same position embeddings are added for all images, in front of each layer
+        (YolosConfig(num_hidden_layers=3), "in front of layer 1, a YolosLayer"),
     ],
-    ids=["after", "convolutions", "encoder-decoder"],
+    ids=["after", "convolutions", "encoder-decoder", "positions"],
 )
 def test_refused(config, reason):
     with pytest.raises(ValueError, match=reason):

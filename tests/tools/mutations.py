@@ -216,7 +216,6 @@ MUTATIONS = [
     ("base/forward.py", "                depth_recorder.check_read()", "                pass", RECORDER),
     ("base/probe.py", "return torch.zeros(2, getattr", "return torch.zeros(1, getattr", ("tests/test_encoders.py",)),
     ("modeling_attnres.py", '"__init__": base.__init__}', "}", ("tests/test_encoders.py",)),
-    ("conversion/parity.py", "images = torch.randn(NUM_IMAGES, *shape,", "images = 0 * torch.randn(NUM_IMAGES, *shape,", ("tests/test_encoders.py",)),
     # Adapters, combined and mixed
     ("base/weighted_adapters.py", "wide(queries.get_parameter(name)) - of_model for", "wide(queries.get_parameter(name)) for", MERGING),
     ("base/weighted_adapters.py", "            trunk.depth_queries = wrapper\n", "            pass\n", MERGING),
