@@ -5,6 +5,7 @@ MODEL is the converted checkpoint of docs/ten_minutes.md, and FINETUNED its merg
 inspection and the demo, and a Chromium with its driver.
 """
 
+import contextlib
 import subprocess
 import sys
 import tempfile
@@ -12,6 +13,7 @@ import time
 from pathlib import Path
 
 from selenium import webdriver
+from selenium.common.exceptions import WebDriverException
 from selenium.webdriver.common.by import By
 
 
@@ -33,7 +35,7 @@ def browser(width: int, height: int) -> webdriver.Chrome:
 def draw_inspection(models: list[str]):
     """The page of `attnres inspect` for both models."""
     with tempfile.TemporaryDirectory() as folder:
-        names = ["--name", "fine-tuned", "--name", "converted"]
+        names = ["--name", "converted", "--name", "fine-tuned"]
         subprocess.run([*ATTNRES, "inspect", *models, *names, "--text", TEXT, "-o", folder], check=True)
         with browser(1000, 1000) as page:
             page.get((Path(folder) / "index.html").as_uri())
@@ -47,9 +49,10 @@ def draw_explorer(model: str):
     with subprocess.Popen(command) as process, browser(1100, 1250) as page:
         try:
             for _ in range(90):
-                time.sleep(2)
-                page.get(f"http://127.0.0.1:{PORT}/")
                 time.sleep(3)
+                with contextlib.suppress(WebDriverException):  # the model is being loaded
+                    page.get(f"http://127.0.0.1:{PORT}/")
+                    time.sleep(5)
                 if page.find_elements(By.CSS_SELECTOR, "#weights img, #weights canvas"):
                     break
             time.sleep(5)
@@ -60,7 +63,7 @@ def draw_explorer(model: str):
 
 def main(model: str, finetuned: str):
     FOLDER.mkdir(exist_ok=True)
-    draw_inspection([finetuned, model])
+    draw_inspection([model, finetuned])
     draw_explorer(finetuned)
 
 
