@@ -13,6 +13,7 @@ from typing import Any
 from huggingface_hub.dataclasses import strict
 from transformers.configuration_utils import PreTrainedConfig
 from transformers.dynamic_module_utils import get_relative_import_files
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.utils import auto_docstring
 
 from .base.config import (
@@ -109,7 +110,7 @@ def check_fields_first(config_class: Any) -> Any:
 class AttnResConfig(PreTrainedConfig):
     r"""
     base_model_type (`str`, *optional*, defaults to `"llama"`):
-        Model type of the decoder whose layers are used. Every field of that architecture's own
+        Model type of the decoder or encoder whose layers are used. Every field of that architecture's own
         configuration is a field of this one.
     attn_res_block_size (`int`, *optional*, defaults to 8):
         Number of sublayers (an attention or an MLP each; a decoder layer has two) whose outputs are summed into one
@@ -200,7 +201,8 @@ class AttnResConfig(PreTrainedConfig):
         # Asked for what is not found: properties and methods of the base's class
         base_model_type = self.__dict__.get("base_model_type")
         name = self.__dict__.get("attribute_map", {}).get(name, name)
-        for base in () if base_model_type is None else base_config_class(base_model_type).__mro__:
+        # Without the checks of `base_config_class`, which a compiler cannot follow: the type was checked before
+        for base in () if base_model_type is None else CONFIG_MAPPING[base_model_type].__mro__:
             if name in vars(base) and not name.startswith("__"):
                 member = vars(base)[name]
                 if isinstance(member, property):  # of which a compiler knows no `__get__`

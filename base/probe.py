@@ -404,6 +404,11 @@ def probe_slices(base_config: PreTrainedConfig) -> Probe:
         ValueError: if a layer needs more of the tokens, or of the layers in front of it, than the residual stream.
     """
     probe = run_probe(base_config)
+    if probe.model.main_input_name != "input_ids":
+        raise ValueError(
+            f"The layers of base `{base_config.model_type}` cannot be divided into slices: it reads"
+            f" `{probe.model.main_input_name}`, not token ids."
+        )
     width = probe.model.get_input_embeddings().weight.shape[-1]
     if width != base_config.hidden_size:
         raise ValueError(

@@ -11,18 +11,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 from safetensors import SafetensorError, safe_open
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
-    AutoModelForImageClassification,
     AutoModelForImageTextToText,
-    AutoModelForMaskedLM,
     AutoModelForMultimodalLM,
-    AutoModelForQuestionAnswering,
-    AutoModelForSequenceClassification,
-    AutoModelForTokenClassification,
     AutoTokenizer,
     PreTrainedConfig,
     PreTrainedModel,
@@ -63,15 +59,6 @@ BASE_CONFIG_NAME = "config.base.json"
 OTHER_HEADS = re.compile(
     r"For(Sequence|Token|Image)Classification$|ForQuestionAnswering$|ForMaskedLM$|^(?!.*LMHead).*Model$"
 )
-# How models on encoders are loaded, with the base's own heads
-ENCODER_AUTO_CLASSES = {
-    "AttnResModel": AutoModel,
-    "AttnResForMaskedLM": AutoModelForMaskedLM,
-    "AttnResForImageClassification": AutoModelForImageClassification,
-    "AttnResForSequenceClassification": AutoModelForSequenceClassification,
-    "AttnResForTokenClassification": AutoModelForTokenClassification,
-    "AttnResForQuestionAnswering": AutoModelForQuestionAnswering,
-}
 # Weights that are not read: of other formats, and pickles, which can run code when loaded
 OTHER_WEIGHTS = {
     *(".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle", ".msgpack", ".h5", ".npz", ".tflite", ".mlmodel"),
@@ -115,6 +102,12 @@ def auto_class_of(base_model_type: str) -> type:
     """The Auto class by which multimodal models of a type are loaded: that of images, or one that has others too."""
     sees = CONFIG_MAPPING[base_model_type] in MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING
     return AutoModelForImageTextToText if sees else AutoModelForMultimodalLM
+
+
+def auto_class_for(name: str) -> Any:
+    """The Auto class that loads models of one of our classes, such as `AutoModelForMaskedLM`."""
+    suffix = name.removeprefix("AttnRes")
+    return getattr(transformers, "AutoModel" if suffix == "Model" else f"AutoModel{suffix}", AutoModel)
 
 
 def depth_config_of(config: PreTrainedConfig) -> Any:
@@ -212,7 +205,7 @@ class Checkpoint:
         if self.is_multimodal:
             return auto_class_of(self.base_model_type)
         if self.encoder_name is not None:
-            return ENCODER_AUTO_CLASSES.get(self.encoder_name, AutoModel)
+            return auto_class_for(self.encoder_name)
         return AutoModelForCausalLM if self.has_lm_head else AutoModel
 
     @functools.cached_property

@@ -240,6 +240,11 @@ def planned(checkpoint: Checkpoint, layers: Iterable[int]) -> Conversion:
     check_same_layers(old, config, kept)
     check_tensors(checkpoint)
     prefix = checkpoint.prefix + layers_name(trunk_on_meta(old))
+    if not any(name.startswith(f"{prefix}.") for name in checkpoint.weight_map):
+        raise ValueError(
+            f"The files of `{checkpoint.name}` have no tensors named `{prefix}...`: transformers renames them while it"
+            " loads them. Load the model, use `attnres.conversion.select_layers`, and save it."
+        )
     add, queries, notes = repeated_layers(checkpoint, prefix, kept), {}, []
     if checkpoint.is_attnres:
         begin, rows = f"{checkpoint.query_prefix}depth_queries.", rows_of_layers(old, kept)

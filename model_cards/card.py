@@ -19,7 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
-from ..checkpoints.checkpoint import REPORT_NAMES, ZERO_AT_FIRST, Checkpoint, open_checkpoint
+from ..checkpoints.checkpoint import REPORT_NAMES, ZERO_AT_FIRST, Checkpoint, auto_class_for, open_checkpoint
 from ..checkpoints.fingerprint import checkpoint_fingerprint
 from ..checkpoints.remote_code import code_metadata
 from ..checkpoints.reports import SourceWeights, VerificationReport
@@ -135,7 +135,7 @@ def render_model_card(content: CardContent) -> ModelCard:
         num_sublayers=num_sublayers,
         legend=", ".join(legend for kind, legend in legends.items() if kind in kinds),
         short=num_sublayers % size,
-        auto_class=architecture.replace("AttnResModel", "AutoModel").replace("AttnResFor", "AutoModelFor"),
+        auto_class=auto_class_for(architecture).__name__,
         processor="AutoTokenizer" if hasattr(config, "vocab_size") else "AutoImageProcessor",
         **shown,
     )

@@ -1,8 +1,10 @@
 # SPDX-License-Identifier: Apache-2.0
 """Encoders of text and vision transformers: as their base, as the definition, converted, saved and trained."""
 
+import copy
 import filecmp
 import json
+import pickle
 import subprocess
 import sys
 
@@ -20,12 +22,14 @@ from encoder_models import (
 )
 from literal_definition import relative
 from peft import LoraConfig, get_peft_model
+from torch import nn
 from transformers import (
     AutoConfig,
     AutoModel,
     AutoModelForCausalLM,
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
     BertConfig,
     PreTrainedTokenizerFast,
     ResNetConfig,
@@ -40,8 +44,8 @@ from transformers import (
 import attnres
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResForImageClassification, AttnResForMaskedLM, DepthRecorder
 from attnres.base.families import ENCODERS, survey
-from attnres.checkpoints.checkpoint import ENCODER_AUTO_CLASSES
-from attnres.conversion import convert, revert, verify
+from attnres.checkpoints.checkpoint import auto_class_for
+from attnres.conversion import convert, prune, revert, select_layers, verify
 from attnres.conversion.probe_report import probe_report
 
 
@@ -136,13 +140,13 @@ def test_converted_and_back(name, head, tmp_path):
     report = convert(tmp_path / "base", tmp_path / "attnres", num_blocks=4)
     assert report.verification.equal and report.base_model_type == name
     assert ("4 random images" in report.verification.to_markdown()) is (name in ("vit", "clip_vision_model"))
-    model, info = ENCODER_AUTO_CLASSES[head].from_pretrained(tmp_path / "attnres", output_loading_info=True)
+    model, info = auto_class_for(head).from_pretrained(tmp_path / "attnres", output_loading_info=True)
     assert type(model).__name__ == head and not info["missing_keys"] and not info["unexpected_keys"]
     inputs = inputs_of(native)
     with torch.no_grad():
         assert relative(outputs_of(model, inputs), outputs_of(native, inputs)) < 1e-5
     with_random_queries(model).save_pretrained(tmp_path / "trained")
-    again = ENCODER_AUTO_CLASSES[head].from_pretrained(tmp_path / "trained")
+    again = auto_class_for(head).from_pretrained(tmp_path / "trained")
     with torch.no_grad():
         assert torch.equal(outputs_of(again, inputs), outputs_of(model, inputs))
     found = verify(tmp_path / "base", tmp_path / "trained")
@@ -150,6 +154,116 @@ def test_converted_and_back(name, head, tmp_path):
     revert(tmp_path / "attnres", tmp_path / "reverted")
     for file in ("model.safetensors", "config.json"):
         assert filecmp.cmp(tmp_path / "base" / file, tmp_path / "reverted" / file, shallow=False)
+
+
+def random_encoder(name, head):
+    """A model with random queries, and what it reads."""
+    native = native_encoder(name, head)
+    return with_random_queries(converted_encoder(native, head, 3)), inputs_of(native)
+
+
+@pytest.mark.parametrize("is_trained", [False, True], ids=["inference", "gradients"])
+@pytest.mark.parametrize("name, head", ONE_OF_EACH)
+def test_compiled_as_one_graph(name, head, is_trained):
+    model, inputs = random_encoder(name, head)
+    with torch.set_grad_enabled(is_trained):
+        compiled = torch.compile(model, backend="eager", fullgraph=True)
+        assert relative(compiled(**inputs).logits, model(**inputs).logits) < 1e-12
+
+
+def test_padding_and_other_attention():
+    model, inputs = random_encoder("modernbert", "AttnResForMaskedLM")
+    ids = inputs["input_ids"][:1]
+    padded, mask = nn.functional.pad(ids, (0, 4)), nn.functional.pad(torch.ones_like(ids), (0, 4))
+    with torch.no_grad():
+        expected = model(ids).logits
+        assert relative(model(padded, attention_mask=mask).logits[:, : ids.shape[1]], expected) < 1e-12
+        model.set_attn_implementation("eager")
+        assert relative(model(ids).logits, expected) < 1e-6  # its softmax is in fp32
+
+
+def test_images_of_another_size_and_masked_patches():
+    native = native_encoder("dinov2", "AttnResModel")
+    model = with_random_queries(converted_encoder(native, "AttnResModel", 3))
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randn(2, 3, 24, 32, generator=generator, dtype=torch.float64)
+    masked = torch.rand(2, 16, generator=generator) < 0.5
+    with torch.no_grad():
+        for inputs in ({"pixel_values": images}, {**inputs_of(native), "bool_masked_pos": masked}):
+            assert relative(outputs_of(model, inputs), literal_outputs(native, model, inputs)) < 1e-12
+
+
+def test_drop_path_is_that_of_the_base():
+    native = native_encoder("dinov2", "AttnResModel", drop_path_rate=0.5).train()
+    model = converted_encoder(native, "AttnResModel", 3).train()
+    inputs = inputs_of(native)
+    assert relative(outputs_of(model, inputs), outputs_of(native, inputs)) < 1e-12
+    assert relative(outputs_of(model, inputs), outputs_of(model.eval(), inputs)) > 1e-2
+
+
+def test_copies_and_hidden_states():
+    native = native_encoder("vit", "AttnResModel")
+    model = converted_encoder(native, "AttnResModel", 3)
+    inputs = inputs_of(native)
+    for other in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+        assert torch.equal(outputs_of(other, inputs), outputs_of(model, inputs))
+    for network in (native, model):
+        network.set_attn_implementation("eager")
+    with torch.no_grad():
+        found, expected = (
+            network(**inputs, output_hidden_states=True, output_attentions=True) for network in (model, native)
+        )
+    assert len(found.hidden_states) == len(expected.hidden_states) == 5
+    assert len(found.attentions) == len(expected.attentions) == 4
+    for actual, state in zip(found.hidden_states, expected.hidden_states):
+        assert type(actual) is torch.Tensor and relative(actual, state) < 1e-12
+
+
+def test_loaded_for_another_task(tmp_path):
+    """A base by itself, a masked language model as a classifier, and other labels."""
+    native = native_encoder("modernbert", "AttnResForMaskedLM", dtype=torch.float32)
+    native.save_pretrained(tmp_path / "base")
+    model, info = AttnResForMaskedLM.from_pretrained(tmp_path / "base", output_loading_info=True)
+    assert all("depth_queries" in name for name in info["missing_keys"])
+    assert relative(outputs_of(model, inputs_of(native)), outputs_of(native, inputs_of(native))) < 1e-5
+    with_random_queries(model).save_pretrained(tmp_path / "trained")
+    classifier, info = AutoModelForSequenceClassification.from_pretrained(
+        tmp_path / "trained", num_labels=3, output_loading_info=True
+    )
+    assert set(info["missing_keys"]) == {"classifier.weight", "classifier.bias"}
+    assert torch.equal(classifier.trunk.depth_queries.query, model.trunk.depth_queries.query)
+
+
+def test_a_prenorm_decoder_with_the_head_of_an_encoder(tmp_path):
+    """RoBERTa-PreLayerNorm is a causal language model for transformers, and its checkpoints are masked ones."""
+    shape = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    config = AutoConfig.for_model("roberta-prelayernorm", intermediate_size=48, max_position_embeddings=130, **shape)
+    AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path / "base")
+    assert convert(tmp_path / "base", tmp_path / "attnres", num_blocks=2).verification.equal
+    assert type(AutoModelForMaskedLM.from_pretrained(tmp_path / "attnres")).__name__ == "AttnResForMaskedLM"
+
+
+def test_a_lost_factor_is_found(tmp_path):
+    native_encoder("modernbert", "AttnResForMaskedLM", dtype=torch.float32).save_pretrained(tmp_path / "base")
+    convert(tmp_path / "base", tmp_path / "attnres", num_blocks=2)
+    config = json.loads((tmp_path / "attnres/config.json").read_text())
+    (tmp_path / "attnres/config.json").write_text(json.dumps(config | {"attn_res_scale_norm_eps": False}))
+    assert not verify(tmp_path / "base", tmp_path / "attnres").equal
+
+
+def test_layers_selected_and_divided(tmp_path):
+    native = native_encoder("vit", "AttnResForImageClassification")
+    model = with_random_queries(converted_encoder(native, "AttnResForImageClassification", 3))
+    inputs, kept = inputs_of(native), [0, 2, 3]
+    selected = select_layers(model, kept)
+    expected = literal_outputs(select_layers(native, kept), selected, inputs)
+    with torch.no_grad():
+        assert relative(outputs_of(selected, inputs), expected) < 1e-12
+    with pytest.raises(ValueError, match="cannot be divided into slices.*`pixel_values`"):
+        model.trunk.keep_layers(0, 2)
+    native.float().save_pretrained(tmp_path / "vit")  # under the names of its published files
+    with pytest.raises(ValueError, match="no tensors named `vit.layers...`.*select_layers"):
+        prune(tmp_path / "vit", tmp_path / "out", kept)
 
 
 def test_pipelines(tmp_path):
@@ -201,10 +315,7 @@ def test_trained_with_trainer_and_peft(tmp_path):
 
 
 def test_recorder_and_weights():
-    model = with_random_queries(
-        converted_encoder(native_encoder("dinov2", "AttnResModel"), "AttnResModel", 2, attn_res_num_heads=1)
-    )
-    inputs = inputs_of(model)
+    model, inputs = random_encoder("dinov2", "AttnResModel")
     with torch.no_grad():
         outputs = model(**inputs, output_depth_attentions=True)
         assert len(outputs.depth_attentions) == model.config.num_sites

@@ -77,20 +77,10 @@ def running(forward, times: int, num_values: int | None):
 
 def logits_by_definition(native, model, layers, input_ids):
     """What an AttnRes model computes with some of its layers, in order: by the native one and rows of its queries."""
-    counts, config = model.config.attn_res_sublayers, model.config
+    counts = model.config.attn_res_sublayers
     rows = [sum(counts[:number]) + i for number in layers for i in range(counts[number])] + [sum(counts)]
     native = with_skipped(native, layers, input_ids)
-    definition = LiteralDefinition(
-        layers_in(native)[0],
-        {name: tensor.detach()[rows] for name, tensor in model.trunk.depth_queries.named_parameters()},
-        config.attn_res_block_size,
-        config.attn_res_norm_eps,
-        config.attn_res_scale_norm_eps,
-        config.attn_res_num_heads,
-        config.attn_res_weights,
-        config.attn_res_open_block == "each",
-        config.attn_res_stream == "kept",
-    )
+    definition = LiteralDefinition.of_model(model, native, rows)
     with torch.no_grad(), definition:
         logits = native(input_ids, use_cache=False).logits
     assert definition.num_outputs == len(rows) - 1

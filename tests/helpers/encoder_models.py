@@ -5,14 +5,14 @@ from dataclasses import fields
 
 import torch
 from decoder_configs import COMMON
-from literal_definition import LiteralDefinition, layers_of
-from torch import nn
+from literal_definition import LiteralDefinition
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import attnres
 from attnres import AttnResConfig
 from attnres.base.config import ENCODER_CLASSES, encoder_class, is_encoder
+from attnres.base.probe import example_inputs
 
 
 OF_ENCODERS = {**COMMON, "image_size": 16, "patch_size": 4, "type_vocab_size": 2, "drop_path_rate": 0.0}
@@ -63,10 +63,8 @@ def inputs_of(native) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     if native.main_input_name == "input_ids":
         return {"input_ids": torch.randint(3, 90, (2, 11), generator=generator)}
-    size = native.config.image_size
-    height, width = size if isinstance(size, list | tuple) else (size, size)
-    shape = 2, getattr(native.config, "num_channels", 3), height, width
-    return {"pixel_values": torch.randn(shape, generator=generator, dtype=torch.float64).to(native.dtype)}
+    images = torch.randn(example_inputs(native).shape, generator=generator, dtype=torch.float64)
+    return {"pixel_values": images.to(native.dtype)}
 
 
 def converted_encoder(native, name: str, block_size: int, **fields_of_read):
@@ -98,23 +96,7 @@ def outputs_of(model, inputs) -> torch.Tensor:
 
 def literal_outputs(native, model, inputs) -> torch.Tensor:
     """What an AttnRes model should compute, by the definition in loops."""
-    queries, config = model.trunk.depth_queries, model.config
-    layers = next(
-        module
-        for module in native.modules()
-        if isinstance(module, nn.ModuleList) and len(module) == len(layers_of(model))
-    )
-    definition = LiteralDefinition(
-        layers[0],
-        {name: tensor.detach() for name, tensor in queries.named_parameters()},
-        config.attn_res_block_size,
-        config.attn_res_norm_eps,
-        config.attn_res_scale_norm_eps,
-        config.attn_res_num_heads,
-        config.attn_res_weights,
-        config.attn_res_open_block == "each",
-        config.attn_res_stream == "kept",
-    )
+    config, definition = model.config, LiteralDefinition.of_model(model, native)
     with torch.no_grad(), definition:
         outputs = outputs_of(native, inputs)
     assert definition.num_outputs == config.num_sites - 1, (definition.num_outputs, config.num_sites)

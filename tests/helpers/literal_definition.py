@@ -65,6 +65,28 @@ class LiteralDefinition(TorchDispatchMode):
         self.num_heads, self.kind, self.each, self.kept = heads, kind, each, kept
         self.edits = dict(edits)
 
+    @classmethod
+    def of_model(cls, model, native, rows=slice(None), edits=()):
+        """What an AttnRes model should compute, by its base's native model of the same weights.
+
+        Args:
+            rows: sites of the model whose queries the native model's have, if it has other layers.
+        """
+        config, queries = model.trunk.config, model.trunk.depth_queries
+        lists = [module for module in native.modules() if isinstance(module, torch.nn.ModuleList)]
+        return cls(
+            next(found for found in lists if len(found) == len(layers_of(model)))[0],
+            {name: tensor.detach()[rows] for name, tensor in queries.named_parameters()},
+            config.attn_res_block_size,
+            config.attn_res_norm_eps,
+            config.attn_res_scale_norm_eps,
+            config.attn_res_num_heads,
+            config.attn_res_weights,
+            config.attn_res_open_block == "each",
+            config.attn_res_stream == "kept",
+            edits,
+        )
+
     def __enter__(self):
         # By the id of a stream's tensor: that tensor (so that nobody else gets the id), and what has been added to it
         self.streams: dict[int, tuple[torch.Tensor, list[torch.Tensor]]] = {}
@@ -184,24 +206,7 @@ class LiteralDefinition(TorchDispatchMode):
 
 def literal_logits(native, model, input_ids, edits=(), **kwargs):
     """What an AttnRes model should compute, with its base's native model of the same weights: logits and weights."""
-    queries, config = model.trunk.depth_queries, model.trunk.config
-    layers = next(
-        module
-        for module in native.modules()
-        if isinstance(module, torch.nn.ModuleList) and len(module) == len(layers_of(model))
-    )
-    definition = LiteralDefinition(
-        layers[0],
-        {name: tensor.detach() for name, tensor in queries.named_parameters()},
-        config.attn_res_block_size,
-        config.attn_res_norm_eps,
-        config.attn_res_scale_norm_eps,
-        config.attn_res_num_heads,
-        config.attn_res_weights,
-        config.attn_res_open_block == "each",
-        config.attn_res_stream == "kept",
-        edits,
-    )
+    config, definition = model.trunk.config, LiteralDefinition.of_model(model, native, edits=edits)
     with torch.no_grad(), definition:
         logits = native(input_ids, use_cache=False, **kwargs).logits
     assert definition.num_outputs == config.num_sites - 1, (definition.num_outputs, config.num_sites)
