@@ -27,9 +27,9 @@ PAGE, RECORD = ROOT / "docs/families.md", ROOT / "base/families.json"
 HEAD = """# Which decoders can be a base
 
 Of the model types for which transformers {version} has a causal language model, {supported} are supported,
-{refused} are refused, and {others} are not decoders. `attnres families` shows the same list, and [encoders](encoders.md).
-For any other checkpoint, run `attnres families --probe FOLDER_OR_ID`: it says whether the checkpoint can be a base, and
-where its code reads and writes the residual stream.
+{refused} are refused, and {others} are not decoders. `attnres families` shows the same list, and
+[encoders](encoders.md). For any other checkpoint, run `attnres families --probe FOLDER_OR_ID`: it says whether the
+checkpoint can be a base, and where its code reads and writes the residual stream.
 
 Every type was measured with a tiny model with random weights, in fp64 where the type supports it ({fp32} do not), with
 blocks of 1, 2 and 3 sublayers (`python tests/tools/family_survey.py A.json`, then
