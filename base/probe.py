@@ -59,6 +59,8 @@ class ProbedLayer:
     layer: nn.Module
     lines: list[Line] = field(default_factory=list)
     num_writes: int = 0
+    # The site of the stream in it that has been written to most often; that need not be the one that it hands on
+    furthest_site: int = 0
     # How many values it returns as a tuple, of which the stream is the first; `None`: the stream alone
     num_values: int | None = None
     # The argument, beside the stream, that depends on the tokens or on earlier layers
@@ -139,6 +141,11 @@ class Probe(DepthRecorder):
         stream = output[0] if isinstance(output, tuple) else output
         self.scales_blocks |= stream.blocks[0] is not self.embedding
         probed.num_writes = stream.site - sum(earlier.num_writes for earlier in self.probed)
+        if probed.furthest_site > stream.site:  # reads of the other one would use queries of later layers
+            name = type(layer).__name__
+            raise RefusedBase(
+                self.config, f"its {name} has a longer residual stream inside, which it does not hand on"
+            )
 
 
 class CountingStream(DepthStream):
@@ -148,7 +155,9 @@ class CountingStream(DepthStream):
 
     def write(self, output: torch.Tensor) -> DepthStream:
         self.recorder.record("writes")
-        return super().write(output)
+        written, probed = super().write(output), self.recorder.probed[-1]
+        probed.furthest_site = max(probed.furthest_site, written.site)
+        return written
 
     def read(self, norm: nn.Module | None = None) -> torch.Tensor:
         self.recorder.record("reads")

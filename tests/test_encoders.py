@@ -33,6 +33,7 @@ from transformers import (
     BertConfig,
     PreTrainedTokenizerFast,
     ResNetConfig,
+    Swin2SRConfig,
     T5Config,
     Trainer,
     TrainingArguments,
@@ -352,8 +353,10 @@ def test_from_scratch_and_remote_code(tmp_path):
         (T5Config(), "no causal language model and no encoder of this type"),
         # The same position embeddings are added for all images, in front of each layer
         (YolosConfig(num_hidden_layers=3), "in front of layer 1, a YolosLayer"),
+        # A stage adds its outputs to its input, and within it layers do so with other streams
+        (Swin2SRConfig(), "its Swin2SRStage has a longer residual stream inside"),
     ],
-    ids=["after", "convolutions", "encoder-decoder", "positions"],
+    ids=["after", "convolutions", "encoder-decoder", "positions", "inside"],
 )
 def test_refused(config, reason):
     with pytest.raises(ValueError, match=reason):

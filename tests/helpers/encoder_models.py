@@ -18,6 +18,7 @@ from attnres.base.probe import example_inputs
 OF_ENCODERS = {**COMMON, "image_size": 16, "patch_size": 4, "type_vocab_size": 2, "drop_path_rate": 0.0}
 # What a type needs besides
 OWN = {
+    "clip_text_model": {"eos_token_id": 2},
     "esmc": {"num_key_value_heads": 4},
     "neomme": {"head_dim": 32, "num_attention_heads": 4},
 }
