@@ -144,7 +144,7 @@ class Probe(DepthRecorder):
         if probed.furthest_site > stream.site:  # reads of the other one would use queries of later layers
             name = type(layer).__name__
             raise RefusedBase(
-                self.config, f"its {name} has a longer residual stream inside, which it does not hand on"
+                self.config, f"its {name} has a longer residual stream inside, which it does not pass on"
             )
 
 
