@@ -23,6 +23,7 @@ from .base.config import (
     base_keywords,
     check_base_model_type,
     check_known,
+    classes_on,
     copy_private,
     is_known,
     is_public_or_field,
@@ -33,17 +34,16 @@ from .base.config import (
 from .depth.choices import READS
 
 
-# What a checkpoint that carries its code tells the Auto classes
-REMOTE_CODE_AUTO_MAP = {
-    "AutoConfig": "configuration_attnres.AttnResConfig",
-    "AutoModel": "modeling_attnres.AttnResModel",
-    "AutoModelForCausalLM": "modeling_attnres.AttnResForCausalLM",
-    "AutoModelForImageClassification": "modeling_attnres.AttnResForImageClassification",
-    "AutoModelForMaskedLM": "modeling_attnres.AttnResForMaskedLM",
-    "AutoModelForQuestionAnswering": "modeling_attnres.AttnResForQuestionAnswering",
-    "AutoModelForSequenceClassification": "modeling_attnres.AttnResForSequenceClassification",
-    "AutoModelForTokenClassification": "modeling_attnres.AttnResForTokenClassification",
-}
+def remote_code_auto_map(base_model_type: str) -> dict[str, str]:
+    """What a checkpoint that carries its code tells the Auto classes: which of them can load it, and with what."""
+    classes = {
+        name.replace("AttnRes", "Auto" if name == "AttnResModel" else "AutoModel"): name
+        for name in classes_on(base_model_type)
+    }
+    return {
+        "AutoConfig": "configuration_attnres.AttnResConfig",
+        **{auto_class: f"modeling_attnres.{name}" for auto_class, name in classes.items()},
+    }
 
 
 def is_count(value: Any) -> bool:
@@ -356,7 +356,7 @@ class AttnResConfig(PreTrainedConfig):
         registered = vars(config_class).get("_auto_class")
         if not (getattr(self, "auto_map", None) or registered):
             return super().save_pretrained(save_directory, push_to_hub=push_to_hub, **kwargs)
-        self.auto_map: dict[str, str] = dict(REMOTE_CODE_AUTO_MAP)
+        self.auto_map: dict[str, str] = remote_code_auto_map(self.base_model_type)
         config_class._auto_class = None  # transformers copies from one flat folder, which the package is not
         try:
             super().save_pretrained(save_directory, **kwargs)

@@ -52,7 +52,7 @@ from .base.forward import (
 from .base.library_lookups import typed_as_base
 from .base.probe import decoder_layers
 from .base.slices import AttnResSliceMixin, carry_streams, rules_of_stage
-from .configuration_attnres import REMOTE_CODE_AUTO_MAP, AttnResConfig
+from .configuration_attnres import AttnResConfig, remote_code_auto_map
 from .depth.backends import uses_definition
 from .depth.block_cache import BlockCache
 from .depth.other_reads import start_stream
@@ -197,7 +197,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
         if not self.is_remote_code() and not getattr(self.config, "auto_map", None):
             return super().save_pretrained(*args, **kwargs)
         # transformers would list the class that is saved and no other. The code goes with the config
-        self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+        self.config.auto_map = remote_code_auto_map(self.config.base_model_type)
         model_class = type(self)
         own = vars(model_class).get("_auto_class")
         model_class._auto_class = None
@@ -229,7 +229,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
         else:
             push_card_if_missing(self, repo_id, private=kwargs.get("private"), token=kwargs.get("token"))
         auto_map = self.config.auto_map
-        self.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+        self.config.auto_map = remote_code_auto_map(self.config.base_model_type)
         try:
             return super().push_to_hub(repo_id, **kwargs)
         finally:

@@ -31,6 +31,9 @@ ENCODER_CLASSES = {
     "AttnResForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
 }
 
+# Those that transformers' generic heads make on decoders
+_DECODER_HEADS = ("AttnResForSequenceClassification", "AttnResForTokenClassification", "AttnResForQuestionAnswering")
+
 # In transformers' names of mappings, the tasks of models that generate text or sound
 _GENERATING = (
     *("CAUSAL_LM", "SEQ_TO_SEQ_CAUSAL_LM", "SPEECH_SEQ_2_SEQ", "MULTIMODAL_LM"),
@@ -108,6 +111,13 @@ def encoder_class(base_model_type: str, name: str) -> Any:
     mapping, config_class = getattr(modeling_auto, ENCODER_CLASSES[name]), base_config_class(base_model_type)
     found = mapping[config_class] if config_class in mapping else None
     return found[0] if isinstance(found, tuple) else found
+
+
+def classes_on(base_model_type: str) -> list[str]:
+    """The names of our classes of models that can be made on a base."""
+    if is_encoder(base_model_type):
+        return [name for name in ENCODER_CLASSES if encoder_class(base_model_type, name) is not None]
+    return ["AttnResModel", "AttnResForCausalLM", *_DECODER_HEADS]
 
 
 @functools.cache

@@ -22,7 +22,7 @@ from ..checkpoints.checkpoint import (
     refuse_links_out,
 )
 from ..checkpoints.reports import ConversionReport
-from ..configuration_attnres import REMOTE_CODE_AUTO_MAP, AttnResConfig
+from ..configuration_attnres import AttnResConfig, remote_code_auto_map
 from ..depth.queries import AttnResDepthQueries
 from ..depth.reads import ReadConfig
 from ..modeling_attnres import AttnResForCausalLM
@@ -119,7 +119,7 @@ def planned(checkpoint: Checkpoint, choice: Choice) -> Conversion:
         conversion = new_conversion(checkpoint, choice)
     depth = conversion.depth_config
     if choice.self_contained:
-        depth.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+        depth.auto_map = remote_code_auto_map(depth.base_model_type)
     notes = []
     if checkpoint.is_multimodal:
         notes.append("compared on text only; the parts for images and sound are the base's, byte for byte")

@@ -13,7 +13,7 @@ from huggingface_hub.utils import validate_repo_id
 from ..checkpoints.checkpoint import COMPANIONS, INDEX_NAME, Checkpoint, open_checkpoint, refuse_links_out
 from ..checkpoints.location import HTTPError
 from ..checkpoints.remote_code import code_files, code_metadata
-from ..configuration_attnres import REMOTE_CODE_AUTO_MAP
+from ..configuration_attnres import remote_code_auto_map
 from .card import model_card, read_metadata
 
 
@@ -66,7 +66,8 @@ def plan_push(folder: str | Path, repo_id: str) -> Push:
     files = {name: checkpoint.folder / name for name in sorted(own)}
     files["README.md"] = str(card_for(checkpoint, repo_id)).encode()
     if not checkpoint.is_multimodal:  # of which only the language model has code here
-        config = {**checkpoint.config_dict, "auto_map": REMOTE_CODE_AUTO_MAP}
+        auto_map = remote_code_auto_map(checkpoint.depth_config.base_model_type)
+        config = {**checkpoint.config_dict, "auto_map": auto_map}
         files |= {"config.json": json.dumps(config, indent=2).encode() + b"\n", **code_files()}
     left_out = {*checkpoint.left_behind, *(before - files.keys())}
     return Push(checkpoint.title, files, tuple(sorted(left_out)))

@@ -411,7 +411,7 @@ def broken(folder, tmp_path, change):
             marks=pytest.mark.slow,
         ),
         pytest.param("model.norm.weight", "`norm`", marks=pytest.mark.slow),
-        pytest.param("lm_head.weight", "the language-modelling head", marks=pytest.mark.slow),
+        pytest.param("lm_head.weight", "the head", marks=pytest.mark.slow),
     ],
 )
 def test_verify_names_the_first_difference(name, place, base, tmp_path):

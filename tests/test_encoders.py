@@ -333,6 +333,7 @@ def test_from_scratch_and_remote_code(tmp_path):
     convert(tmp_path / "base", tmp_path / "alone", num_blocks=2, self_contained=True)
     auto_map = json.loads((tmp_path / "alone" / "config.json").read_text())["auto_map"]
     assert auto_map["AutoModelForMaskedLM"] == "modeling_attnres.AttnResForMaskedLM"
+    assert not {"AutoModelForCausalLM", "AutoModelForImageClassification"} & auto_map.keys()
     program = (
         "import sys; sys.modules['attnres'] = None; from transformers import AutoModelForMaskedLM as A;"
         f"print(type(A.from_pretrained({str(tmp_path / 'alone')!r}, trust_remote_code=True)))"

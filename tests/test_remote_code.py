@@ -23,7 +23,7 @@ from transformers.dynamic_module_utils import get_relative_import_files
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResModel
 from attnres.checkpoints.checkpoint import open_checkpoint
 from attnres.checkpoints.remote_code import closure, code_files, flattened, write_code
-from attnres.configuration_attnres import REMOTE_CODE_AUTO_MAP
+from attnres.configuration_attnres import remote_code_auto_map
 from attnres.conversion import convert, revert
 from attnres.model_cards.hub import plan_push
 
@@ -166,7 +166,7 @@ def save_in_every_way(base: Path, folder: Path, model: AttnResForCausalLM) -> di
 def test_every_way_to_save_takes_the_code_along(base, trained, unregistered, tmp_path):
     for name, folder in save_in_every_way(base, tmp_path, trained).items():
         assert code_in(folder) == code_files(), name
-        assert json.loads((folder / "config.json").read_text())["auto_map"] == REMOTE_CODE_AUTO_MAP
+        assert json.loads((folder / "config.json").read_text())["auto_map"] == remote_code_auto_map("llama")
         assert set(open_checkpoint(folder).code) == CODE
     trained.config.auto_map = {}
     trained.save_pretrained(tmp_path / "without")
@@ -206,7 +206,7 @@ def check_outputs(folder: Path, model: torch.nn.Module):
     assert code and code_in(folder / "again") == code_in(folder / "config-again") == code
     for name in ("again", "config-again"):
         saved, first = (json.loads((place / "config.json").read_text()) for place in (folder / name, folder))
-        assert saved["auto_map"] == REMOTE_CODE_AUTO_MAP
+        assert saved["auto_map"] == remote_code_auto_map("llama")
         assert {k: v for k, v in saved.items() if k != "dtype"} == {k: v for k, v in first.items() if k != "dtype"}
     saved, first = map(tensors_in, (folder / "again", folder))
     assert saved.keys() == first.keys() and all(torch.equal(saved[name], first[name]) for name in first)
@@ -246,7 +246,7 @@ def test_pushed_and_pushed_again_without_the_package(trained, tmp_path):
         for repo_id in ("tester/pushed", "tester/again", "tester/config"):
             files = hub.files(repo_id)
             assert {name: content for name, content in files.items() if name.endswith(".py")} == code_files(), repo_id
-            assert json.loads(files["config.json"])["auto_map"] == REMOTE_CODE_AUTO_MAP
+            assert json.loads(files["config.json"])["auto_map"] == remote_code_auto_map("llama")
     shutil.rmtree(tmp_path / "again/.cache", ignore_errors=True)
     run_python(WITHOUT_PACKAGE + LOAD_AND_SAVE, tmp_path / "again", HF_MODULES_CACHE=str(tmp_path / "modules"))
     check_outputs(tmp_path / "again", trained)
@@ -308,7 +308,7 @@ def test_code_that_no_config_names_is_left(folder_of_0_2, tmp_path):
 @pytest.fixture
 def real_folder_of_0_2(folder_of_0_2, trained) -> Path:
     """With the code of 0.2 itself, and trained queries."""
-    trained.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+    trained.config.auto_map = remote_code_auto_map("llama")
     trained.save_pretrained(folder_of_0_2)
     for name in CODE | set(CODE_OF_0_2):
         (folder_of_0_2 / name).unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from trl import (
     SFTTrainer,
 )
 
-from attnres.configuration_attnres import REMOTE_CODE_AUTO_MAP
+from attnres.configuration_attnres import remote_code_auto_map
 from attnres.data.text import train_tokenizer
 from attnres.training import lora_config, queries_config
 
@@ -200,7 +200,7 @@ assert "attnres" not in sys.modules
 def test_command_line_of_trl_on_a_checkpoint_with_its_code(folder, tmp_path):
     """Where the package is not installed: its modules to adapt are the base's, and the adapter loads there."""
     model = AutoModelForCausalLM.from_pretrained(folder / "attnres")
-    model.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+    model.config.auto_map = remote_code_auto_map(model.config.base_model_type)
     model.save_pretrained(tmp_path / "self-contained")
     for name in ("tokenizer.json", "tokenizer_config.json"):
         (tmp_path / "self-contained" / name).write_bytes((folder / "attnres" / name).read_bytes())

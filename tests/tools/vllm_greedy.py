@@ -68,7 +68,7 @@ def make(family: str, folder: Path, options: dict):
     from peft import LoraConfig, get_peft_model
     from tiny_models import randomize_queries
 
-    from attnres.configuration_attnres import REMOTE_CODE_AUTO_MAP
+    from attnres.configuration_attnres import remote_code_auto_map
     from attnres.data.text import train_tokenizer
 
     tokenizer = train_tokenizer([Path(os.__file__).read_text()], vocab_size=512)
@@ -79,7 +79,7 @@ def make(family: str, folder: Path, options: dict):
     model = converted(base, block_size=3, **options["read"])
     randomize_queries(model.base_model)
     if options["remote_code"]:
-        model.config.auto_map = dict(REMOTE_CODE_AUTO_MAP)
+        model.config.auto_map = remote_code_auto_map(model.config.base_model_type)
     for name, saved in ((family, base), (f"attnres-{family}", model)):
         saved.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
