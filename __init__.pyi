@@ -10,7 +10,9 @@ from .modeling_attnres import AttnResForCausalLM as AttnResForCausalLM
 from .modeling_attnres import AttnResForImageClassification as AttnResForImageClassification
 from .modeling_attnres import AttnResForMaskedLM as AttnResForMaskedLM
 from .modeling_attnres import AttnResForQuestionAnswering as AttnResForQuestionAnswering
+from .modeling_attnres import AttnResForSeq2SeqLM as AttnResForSeq2SeqLM
 from .modeling_attnres import AttnResForSequenceClassification as AttnResForSequenceClassification
+from .modeling_attnres import AttnResForSpeechSeq2Seq as AttnResForSpeechSeq2Seq
 from .modeling_attnres import AttnResForTokenClassification as AttnResForTokenClassification
 from .modeling_attnres import AttnResModel as AttnResModel
 from .modeling_attnres import AttnResPreTrainedModel as AttnResPreTrainedModel

@@ -25,6 +25,7 @@ from .base.config import (
     check_known,
     classes_on,
     copy_private,
+    is_encoder_decoder,
     is_known,
     is_public_or_field,
     per_layer,
@@ -50,6 +51,10 @@ def is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value >= 1
 
 
+def _is_list_of_counts(value: Any) -> bool:
+    return isinstance(value, list) and all(map(is_count, value))
+
+
 def _is_one_of(choices: tuple[str, ...], value: Any) -> bool:
     return isinstance(value, str) and value in choices
 
@@ -60,8 +65,8 @@ _FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "attn_res_norm_eps": (lambda x: isinstance(x, float) and 0 <= x < math.inf, "a float >= 0, and finite"),
     "attn_res_scale_norm_eps": (lambda x: isinstance(x, bool), "True or False"),
     "attn_res_sublayers": (
-        lambda x: x is None or isinstance(x, list) and all(map(is_count, x)),
-        "None, or a list of ints >= 1, one of each layer",
+        lambda x: x is None or _is_list_of_counts(x) or isinstance(x, list) and all(map(_is_list_of_counts, x)),
+        "None, or a list of ints >= 1, one of each layer (of an encoder-decoder two lists)",
     ),
     "attn_res_num_heads": (is_count, "a number of heads >= 1 that divides `hidden_size`, an int"),
     "attn_res_query_rank": (lambda x: x is None or is_count(x), "None, or a rank >= 1, an int"),
@@ -114,7 +119,8 @@ class AttnResConfig(PreTrainedConfig):
         configuration is a field of this one.
     attn_res_block_size (`int`, *optional*, defaults to 8):
         Number of sublayers (an attention or an MLP each; a decoder layer has two) whose outputs are summed into one
-        source. 1 is Full AttnRes. The last block is shorter if this does not divide the number of sublayers.
+        source. 1 is Full AttnRes. The last block is shorter if this does not divide the number of sublayers. The
+        encoder and the decoder of one model both have blocks of this size.
     attn_res_norm_eps (`float`, *optional*, defaults to 1e-06):
         Epsilon of the RMSNorm on the keys of depth attention.
     attn_res_scale_norm_eps (`bool`, *optional*, defaults to `False`):
@@ -123,9 +129,10 @@ class AttnResConfig(PreTrainedConfig):
         stream, and the model computes exactly what its base computes. For the norm that follows, this is the same as
         dividing its epsilon by the square of that number, hence the name. In code, but not in files, the field is also
         called `attn_res_scale_reads`.
-    attn_res_sublayers (`list[int]`, *optional*):
-        How many times each decoder layer adds to the residual stream, usually 2. If it is missing or does not match
-        the number of layers, it is counted in a run of the base without weights.
+    attn_res_sublayers (`list[int]` or `list[list[int]]`, *optional*):
+        How many times each layer adds to the residual stream, usually 2. An encoder-decoder has two residual streams:
+        a list for the layers of the encoder, and one for those of the decoder. If it is missing or does not match the
+        number of layers, it is counted in a run of the base without weights.
     attn_res_num_heads (`int`, *optional*, defaults to 1):
         Number of heads of a read. Each head reads its slice of the hidden dimension with separate weights.
     attn_res_query (`str`, *optional*, defaults to `"learned"`):
@@ -161,7 +168,7 @@ class AttnResConfig(PreTrainedConfig):
     attn_res_block_size: int = 8
     attn_res_norm_eps: float = 1e-6
     attn_res_scale_norm_eps: bool = False
-    attn_res_sublayers: list[int] | None = None
+    attn_res_sublayers: list[int] | list[list[int]] | None = None
     attn_res_num_heads: int = 1
     attn_res_query: str = "learned"
     attn_res_query_rank: int | None = None
@@ -238,20 +245,39 @@ class AttnResConfig(PreTrainedConfig):
 
     @property
     def num_sites(self) -> int:
-        """Number of places where the model reads over depth: before every sublayer, and after the last one."""
-        return sum(self.sublayers_per_layer()) + 1
+        """Number of places where the model reads over depth: before every sublayer, and after the last one.
+
+        Of an encoder-decoder those of both.
+        """
+        return sum(sum(sublayers) + 1 for sublayers in self.sublayers_of_stacks())
 
     def sublayers_per_layer(self) -> list[int]:
-        """How many times each decoder layer adds to the residual stream. Counted once, in a run without weights.
+        """How many times each layer adds to the residual stream, the layers of an encoder first."""
+        return [count for sublayers in self.sublayers_of_stacks() for count in sublayers]
+
+    def sublayers_of_stacks(self) -> list[list[int]]:
+        """How many times each layer adds to its residual stream: of an encoder and a decoder, or of the one stack.
+
+        Counted once, in a run without weights.
 
         Raises:
             ValueError: if the base does more to its residual stream than read it and add to it.
         """
-        if self.attn_res_sublayers is None or len(self.attn_res_sublayers) != self.num_hidden_layers:
-            from .base.probe import probe_sublayers
+        if not self._has_sublayers():
+            from .base.probe import probe_stacks
 
-            self.attn_res_sublayers = probe_sublayers(self.to_base_config())
-        return self.attn_res_sublayers
+            counted = probe_stacks(self.to_base_config())
+            self.attn_res_sublayers = counted if is_encoder_decoder(self.base_model_type) else counted[0]
+        found: Any = self.attn_res_sublayers
+        return found if is_encoder_decoder(self.base_model_type) else [found]
+
+    def _has_sublayers(self) -> bool:
+        """Whether the field has a number for each layer, as far as the config alone tells."""
+        found: Any = self.attn_res_sublayers
+        # By the type: a head that uses an encoder alone changes `is_encoder_decoder` in the config
+        if is_encoder_decoder(self.base_model_type) and found is not None:
+            return len(found) == 2 and all(isinstance(of_stack, list) for of_stack in found)
+        return found is not None and len(found) == self.num_hidden_layers
 
     @classmethod
     def from_base_config(
@@ -266,14 +292,14 @@ class AttnResConfig(PreTrainedConfig):
                 Sublayers per block, 8 if neither this nor `num_blocks` is given.
             num_blocks (`int`, *optional*):
                 Number of blocks, at most the number of sublayers. The block size is the smallest one that gives no
-                more blocks than this.
+                more blocks than this; of an encoder and a decoder, in the one with more sublayers.
             kwargs:
                 Other fields of `AttnResConfig`, such as `attn_res_scale_norm_eps`.
 
         Raises:
             ValueError: if the base is not supported, both numbers are given, or one is impossible.
         """
-        from .base.probe import probe_sublayers
+        from .base.probe import probe_stacks
 
         if not isinstance(base_config, PreTrainedConfig):
             raise ValueError(
@@ -288,14 +314,15 @@ class AttnResConfig(PreTrainedConfig):
             raise ValueError(f"`block_size={block_size}` and `num_blocks={num_blocks}` contradict: give one of them.")
         if num_blocks is not None and not is_count(num_blocks):
             raise ValueError(f"`num_blocks={num_blocks!r}` must be a number of blocks >= 1, an int.")
-        sublayers = probe_sublayers(base_config)
+        stacks = probe_stacks(base_config)
         if num_blocks is not None:
-            if num_blocks > sum(sublayers):
+            num_sublayers = max(map(sum, stacks))
+            if num_blocks > num_sublayers:
                 raise ValueError(
-                    f"`num_blocks={num_blocks}` is more than the {sum(sublayers)} sublayers of this base. With a block"
+                    f"`num_blocks={num_blocks}` is more than the {num_sublayers} sublayers of this base. With a block"
                     " for each of them it is Full AttnRes: `block_size=1`."
                 )
-            block_size = -(-sum(sublayers) // num_blocks)
+            block_size = -(-num_sublayers // num_blocks)
         if block_size is not None:
             kwargs["attn_res_block_size"] = block_size
 
@@ -305,7 +332,7 @@ class AttnResConfig(PreTrainedConfig):
             values.pop(name, None)
         values["architectures"] = rename_architectures(values["architectures"], base_config.model_type, to_base=False)
         values.update(per_layer(base_config))
-        values |= {"attn_res_sublayers": sublayers, **kwargs}
+        values |= {"attn_res_sublayers": stacks if len(stacks) > 1 else stacks[0], **kwargs}
         config = cls.from_dict({**values, "base_model_type": base_config.model_type, "model_type": cls.model_type})
         copy_private(base_config, config)
         return config

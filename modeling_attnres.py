@@ -22,7 +22,13 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers.generation import GenerateBeamDecoderOnlyOutput, GenerateDecoderOnlyOutput, GenerationMixin
+from transformers.generation import (
+    GenerateBeamDecoderOnlyOutput,
+    GenerateBeamEncoderDecoderOutput,
+    GenerateDecoderOnlyOutput,
+    GenerateEncoderDecoderOutput,
+    GenerationMixin,
+)
 from transformers.modeling_layers import (
     GenericForQuestionAnswering,
     GenericForSequenceClassification,
@@ -35,12 +41,12 @@ from transformers.utils.output_capturing import _CAN_RECORD_REGISTRY
 
 from .base.classes import BaseConversions, ReadingNorm, class_by_name, combined_class, new_combined
 from .base.config import (
-    ENCODER_CLASSES,
     base_config_class,
     check_base_model_type,
     decoder_class,
-    encoder_class,
-    is_encoder,
+    has_own_classes,
+    is_encoder_decoder,
+    own_class,
 )
 from .base.forward import (
     FORWARD_CONTEXT,
@@ -48,9 +54,10 @@ from .base.forward import (
     depth_output_class,
     kv_cache_among,
     with_depth_attentions,
+    with_depth_attentions_of_stacks,
 )
 from .base.library_lookups import typed_as_base
-from .base.probe import decoder_layers
+from .base.probe import decoder_layers, stacks_of
 from .base.slices import AttnResSliceMixin, carry_streams, rules_of_stage
 from .configuration_attnres import AttnResConfig, remote_code_auto_map
 from .depth.backends import uses_definition
@@ -111,18 +118,29 @@ class AttnResPreTrainedModel(PreTrainedModel):
             "_can_set_experts_implementation": base._can_set_experts_implementation,
             "_can_set_attn_implementation": base._can_set_attn_implementation,
         }
+        has_stacks = base.config_class is not None and base.config_class.is_encoder_decoder and cls is not AttnResStack
         if "forward" in dir(base) and base.forward is not nn.Module.forward:
-            members |= {"forward": with_depth_attentions(base.forward), "__init__": base.__init__}
+            wrapped = with_depth_attentions_of_stacks if has_stacks else with_depth_attentions
+            members |= {"forward": wrapped(base.forward), "__init__": base.__init__}
+        if has_stacks:
+            members["base_model"] = PreTrainedModel.base_model
         return members
 
     def post_init(self):
-        trunk = self.trunk
-        if not isinstance(trunk, AttnResModel):
-            trunk.__class__ = combined_class(AttnResModel, type(trunk), trunk.config.base_model_type)
-            dict.setdefault(_CAN_RECORD_REGISTRY, str(type(trunk)), type(trunk)._can_record_outputs)
-        if not hasattr(trunk, "depth_queries"):
-            trunk.depth_queries = AttnResDepthQueries(trunk.config)
-            trunk.read_over_depth()
+        trunk, stacks = self.trunk, self.stacks
+        for part, ours in [(trunk, AttnResModel), *((stack, AttnResStack) for stack in stacks)]:
+            if not isinstance(part, AttnResPreTrainedModel):
+                part.__class__ = combined_class(ours, type(part), part.config.base_model_type)
+                dict.setdefault(_CAN_RECORD_REGISTRY, str(type(part)), type(part)._can_record_outputs)
+        config = trunk.config if stacks[0] is trunk else self.config
+        counts = config.sublayers_of_stacks()
+        if [len(decoder_layers(stack)) for stack in stacks] != [*map(len, counts)][: len(stacks)]:
+            config.attn_res_sublayers = None  # of another number of layers
+            counts = config.sublayers_of_stacks()
+        for stack, sublayers in zip(stacks, counts):
+            if not hasattr(stack, "depth_queries"):
+                stack.depth_queries = AttnResDepthQueries(stack.config, sum(sublayers) + 1)
+                stack.read_over_depth(sublayers)
         super().post_init()
 
     @classmethod
@@ -144,10 +162,15 @@ class AttnResPreTrainedModel(PreTrainedModel):
         return self.base_model
 
     @property
+    def stacks(self) -> list[PreTrainedModel]:
+        """The parts with a residual stream each: the encoder and the decoder of an encoder-decoder, else the trunk."""
+        return stacks_of(self) if is_encoder_decoder(self.config.base_model_type) else [self.trunk]
+
+    @property
     def base_model(self) -> PreTrainedModel:
         """The decoder, also where the base names a prefix for it that a model with a head does not have."""
         found = getattr(self, self.base_model_prefix, self)
-        if found is not self or isinstance(self, AttnResModel):
+        if found is not self or isinstance(self, AttnResStack):
             return found
         return next((child for child in self.children() if isinstance(child, PreTrainedModel)), self)
 
@@ -249,43 +272,38 @@ class AttnResPreTrainedModel(PreTrainedModel):
 
 
 # trf-ignore: TRF057
-class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
-    """The decoder of the base, with depth queries."""
+class AttnResStack(AttnResPreTrainedModel):
+    """Layers with one residual stream, which is read over depth: a decoder, or one part of an encoder-decoder."""
 
-    # trf-ignore: TRF057
-    def forward(self, input_ids: torch.LongTensor | None = None, **kwargs) -> ModelOutput:
-        """The forward of the base, with the same arguments and outputs, and two more arguments.
+    def read_over_depth(self, sublayers: Sequence[int]):
+        """Prepare the modules of the base: from now on the layers have to be given a stream, and hand one on.
 
         Args:
-            output_depth_attentions (`bool`, *optional*):
-                Whether to return `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site: the
-                weights of the embedding, the closed blocks and the partial sum, in this order.
-            depth_recorder (`DepthRecorder`, *optional*):
-                Records every read and write of this call, and can change them.
+            sublayers: how many times each layer adds to the stream.
         """
-        raise NotImplementedError("`with_depth_attentions` puts the base's forward in its place.")
-
-    @classmethod
-    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
-        return decoder_class(base_config_class(base_model_type))
-
-    def read_over_depth(self):
-        """Prepare the modules of the base: from now on the layers have to be given a stream, and hand one on."""
         exit_site, layers = 0, decoder_layers(self)
-        for layer, num_sublayers in zip(layers, self.config.sublayers_per_layer()):
+        for layer, num_sublayers in zip(layers, sublayers, strict=True):
             layer.depth_sites = exit_site, (exit_site := exit_site + num_sublayers)
             if hasattr(layer, "_gradient_checkpointing_func"):  # the base has read this in the config
                 layer._gradient_checkpointing_func = checkpoint_of_layers(layer._gradient_checkpointing_func)
             # Methods, which a copy of the model binds to the copy
             layer.register_forward_pre_hook(self.enter_layer, with_kwargs=True)
             layer.register_forward_hook(self.leave_layer)
-        for module in [*(child for layer in layers for child in layer.children()), *self.children()]:
+        inside = [child for layer in layers for child in layer.children()]
+        if not isinstance(self, AttnResModel):  # encoder-decoders may have a module for each sublayer, with its norm
+            inside = [module for layer in layers for module in layer.modules()]
+        for module in [*inside, *self.children()]:
             if "Norm" in type(module).__name__ and not list(module.children()):
                 module.__class__ = combined_class(ReadingNorm, type(module))
 
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give the first layer a stream that starts with the embedding; the others have been given one."""
         stream, entry_site = args[0] if args else kwargs["hidden_states"], layer.depth_sites[0]
+        if self.training and getattr(self, "layerdrop", 0):
+            raise ValueError(
+                f"`{type(self).__name__}` leaves out layers at random in training (LayerDrop, rate {self.layerdrop}):"
+                " the reads behind them would be of other sources. Set the field of this rate in the config to 0."
+            )
         if isinstance(stream, torch.Tensor):
             of_model, recorder, handed_on = getattr(FORWARD_CONTEXT, "value", None) or (None, None, None)
             if of_model is not self:
@@ -355,7 +373,7 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
             outputs=outputs,
         )
         if recorder is not None:
-            recorder.check(config.num_sites)
+            recorder.check(len(stream.queries))
             recorder.tokens = blocks[0].shape[:-1]
         stream.is_rebuilt = False
         if torch.is_grad_enabled() or recorder is not None or uses_definition():
@@ -370,6 +388,31 @@ class AttnResModel(AttnResPreTrainedModel, AttnResSliceMixin):
         In a batch of several adapters with different queries, all of these are by sample: `[sites, batch, ...]`.
         """
         return fold_queries(self.depth_queries)
+
+
+# trf-ignore: TRF057
+class AttnResModel(AttnResStack, AttnResSliceMixin):
+    """The model of the base without a head, with depth queries."""
+
+    # trf-ignore: TRF057
+    def forward(self, input_ids: torch.LongTensor | None = None, **kwargs) -> ModelOutput:
+        """The forward of the base, with the same arguments and outputs, and two more arguments.
+
+        Args:
+            output_depth_attentions (`bool`, *optional*):
+                Whether to return `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site: the
+                weights of the embedding, the closed blocks and the partial sum, in this order.
+            depth_recorder (`DepthRecorder`, *optional*):
+                Records every read and write of this call, and can change them.
+
+        An encoder-decoder returns `encoder_depth_attentions` and `decoder_depth_attentions`, and takes an
+        `encoder_depth_recorder` and a `decoder_depth_recorder`.
+        """
+        raise NotImplementedError("`with_depth_attentions` puts the base's forward in its place.")
+
+    @classmethod
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        return decoder_class(base_config_class(base_model_type))
 
 
 def _describe(stream) -> str:
@@ -397,9 +440,13 @@ class AttnResGenerationMixin(GenerationMixin):
             steps = _DEPTH_ATTENTIONS_OF_STEPS.get()
         finally:
             _DEPTH_ATTENTIONS_OF_STEPS.reset(token)
-        if not isinstance(outputs, (GenerateDecoderOnlyOutput, GenerateBeamDecoderOnlyOutput)) or not wanted:
+        if not wanted:
             return outputs
-        return depth_output_class(type(outputs))(**outputs, depth_attentions=tuple(steps))
+        if isinstance(outputs, (GenerateDecoderOnlyOutput, GenerateBeamDecoderOnlyOutput)):
+            return depth_output_class(type(outputs))(**outputs, depth_attentions=tuple(steps))
+        if isinstance(outputs, (GenerateEncoderDecoderOutput, GenerateBeamEncoderDecoderOutput)):
+            return depth_output_class(type(outputs), "decoder")(**outputs, decoder_depth_attentions=tuple(steps))
+        return outputs
 
     @functools.wraps(GenerationMixin.generate_batch)
     def generate_batch(self, inputs, *args, **kwargs):
@@ -445,7 +492,8 @@ class AttnResGenerationMixin(GenerationMixin):
     def _update_model_kwargs_for_generation(self, outputs, model_kwargs, *args, **kwargs):
         steps = _DEPTH_ATTENTIONS_OF_STEPS.get()
         if steps is not None:
-            steps.append(outputs.depth_attentions)
+            name = "depth_attentions" if "depth_attentions" in outputs else "decoder_depth_attentions"
+            steps.append(outputs[name])
         return super()._update_model_kwargs_for_generation(outputs, model_kwargs, *args, **kwargs)
 
     @classmethod
@@ -482,15 +530,20 @@ class AttnResForCausalLM(AttnResPreTrainedModel, AttnResGenerationMixin):
     @classmethod
     def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
         check_base_model_type(base_model_type, has_lm_head=True)
+        if is_encoder_decoder(base_model_type):
+            raise ValueError(
+                f"`base_model_type={base_model_type!r}` has an encoder as well as a decoder: it is an"
+                " `AttnResForSeq2SeqLM` or an `AttnResForSpeechSeq2Seq`."
+            )
         return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
 
 
 class AttnResHeadMixin:
-    """Of an encoder the base's own model for the task, of a decoder transformers' generic one."""
+    """Of a base with an encoder its own model for the task, of a decoder transformers' generic one."""
 
     @classmethod
     def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
-        if not is_encoder(base_model_type):
+        if not has_own_classes(base_model_type):
             return super().class_of_base(base_model_type)  # type: ignore[misc]
         return class_for_task(base_model_type, cls)
 
@@ -568,14 +621,38 @@ class AttnResForImageClassification(AttnResPreTrainedModel):
         return class_for_task(base_model_type, cls)
 
 
+# trf-ignore: TRF057
+class AttnResForSeq2SeqLM(AttnResPreTrainedModel, AttnResGenerationMixin):
+    """The base's encoder-decoder of text, with reads over depth in both stacks."""
+
+    forward = AttnResModel.forward
+
+    @classmethod
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        return class_for_task(base_model_type, cls)
+
+
+# trf-ignore: TRF057
+class AttnResForSpeechSeq2Seq(AttnResPreTrainedModel):
+    """The base's encoder of sound and decoder of text, with reads over depth in both stacks."""
+
+    forward = AttnResModel.forward
+    # Not among its own classes: some bases have transformers' two classes in one order, and some in the other
+    mixins = (AttnResGenerationMixin,)
+
+    @classmethod
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        return class_for_task(base_model_type, cls)
+
+
 def class_for_task(base_model_type: str, ours: type) -> type[PreTrainedModel]:
     """The base's class for the task of one of ours.
 
     Raises:
         ValueError: if there is none.
     """
-    name = next(of_ours.__name__ for of_ours in ours.__mro__ if of_ours.__name__ in ENCODER_CLASSES)
-    found = encoder_class(base_model_type, name)
+    name = next(of_ours.__name__ for of_ours in ours.__mro__ if of_ours.__name__ in __all__)
+    found = own_class(base_model_type, name)
     if found is None:
         task = name.removeprefix("AttnResFor")
         raise ValueError(f"`base_model_type={base_model_type!r}` is not supported: transformers has no {task} for it.")
@@ -588,28 +665,32 @@ def reason_against_weights(model, loading_info) -> str | None:
     Args:
         loading_info: what transformers has found in the files.
     """
-    num_layers = model.trunk.config.num_hidden_layers
     for name, found, expected in loading_info.mismatched_keys:
         if name.endswith("depth_queries.query") and found[:1] != expected[:1]:
             return (
-                f"has {found[0]} reads over depth, and with `num_hidden_layers={num_layers}` there are {expected[0]}:"
+                f"has {found[0]} reads over depth, and with `{_depth_in_words(model)}` there are {expected[0]}:"
                 " layers cannot be left out or added while a model is loaded, as a number does not say which. Load it"
                 " as it is and use `attnres.conversion.select_layers(model, range(...))`, or write a checkpoint with"
                 " `attnres prune`."
             )
     if any(name.endswith("depth_queries.query") for name in loading_info.missing_keys):  # a base, which may be cut
         return None
-    layers = decoder_layers(model.trunk)
-    prefix = next(f"{name}." for name, module in model.named_modules() if module is layers)
-    names = [*model.state_dict(), *loading_info.unexpected_keys]
-    depth = depth_of_weights([name for name in names if name.startswith(prefix)], num_layers)
-    if depth == num_layers:
-        return None
-    return (
-        f"has {depth} layers, of which `num_hidden_layers={num_layers}` in its config.json would leave out the last."
-        " Where layers of several models were put together, do that with their bases (`attnres revert`), give the"
-        f" result `num_hidden_layers={depth}`, and convert it."
-    )
+    for layers in map(decoder_layers, model.stacks):
+        prefix = next(f"{name}." for name, module in model.named_modules() if module is layers)
+        names = [*model.state_dict(), *loading_info.unexpected_keys]
+        depth = depth_of_weights([name for name in names if name.startswith(prefix)], len(layers))
+        if depth != len(layers):
+            return (
+                f"has {depth} layers, of which `{_depth_in_words(model)}` in its config.json would leave out the last."
+                " Where layers of several models were put together, do that with their bases (`attnres revert`), give"
+                f" the result `num_hidden_layers={depth}`, and convert it."
+            )
+    return None
+
+
+def _depth_in_words(model) -> str:
+    numbers = [len(decoder_layers(stack)) for stack in model.stacks]
+    return f"num_hidden_layers={numbers[0]}" if len(numbers) == 1 else f"{numbers[0]} and {numbers[1]} layers"
 
 
 def depth_of_weights(names: Iterable[str], num_layers: int) -> int:
@@ -637,7 +718,9 @@ __all__ = [
     "AttnResForImageClassification",
     "AttnResForMaskedLM",
     "AttnResForQuestionAnswering",
+    "AttnResForSeq2SeqLM",
     "AttnResForSequenceClassification",
+    "AttnResForSpeechSeq2Seq",
     "AttnResForTokenClassification",
     "AttnResModel",
     "AttnResPreTrainedModel",

@@ -177,6 +177,10 @@ class AttnResForConditionalGeneration(AttnResPreTrainedModel, AttnResGenerationM
     def trunk(self) -> PreTrainedModel:
         return self.get_submodule(self.trunk_name)
 
+    @property
+    def stacks(self) -> list[PreTrainedModel]:
+        return [self.trunk]
+
 
 __getattr__ = functools.partial(class_by_name, globals())
 __all__ = ["AttnResForConditionalGeneration", "AttnResMultimodalConfig"]

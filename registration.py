@@ -26,6 +26,8 @@ def _register_models(auto_module):
         ("_FOR_MASKED_LM", "attnres", "AttnResForMaskedLM"),
         ("_FOR_QUESTION_ANSWERING", "attnres", "AttnResForQuestionAnswering"),
         ("_FOR_SEQUENCE_CLASSIFICATION", "attnres", "AttnResForSequenceClassification"),
+        ("_FOR_SEQ_TO_SEQ_CAUSAL_LM", "attnres", "AttnResForSeq2SeqLM"),
+        ("_FOR_SPEECH_SEQ_2_SEQ", "attnres", "AttnResForSpeechSeq2Seq"),
         ("_FOR_TOKEN_CLASSIFICATION", "attnres", "AttnResForTokenClassification"),
     ):
         mapping = getattr(auto_module, f"MODEL{task}_MAPPING")

@@ -37,7 +37,7 @@ def combined_class(ours: Any, base: type, base_model_type: str | None = None) ->
     if not is_norm:
         members |= {**ours.members_of_base(base), "base_model_type": base_model_type}
     members["__reduce_ex__"] = lambda self, protocol: (new_combined, (ours, base, base_model_type), self.__dict__)
-    return type(name, (ours, base), members)
+    return type(name, (ours, *getattr(ours, "mixins", ()), base), members)
 
 
 def new_combined(ours: Any, base: Any, base_model_type: str | None):

@@ -31,6 +31,18 @@ ENCODER_CLASSES = {
     "AttnResForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
 }
 
+# The same on encoder-decoders
+ENCODER_DECODER_CLASSES = {
+    "AttnResModel": "MODEL_MAPPING",
+    "AttnResForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "AttnResForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+    "AttnResForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
+    "AttnResForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
+    "AttnResForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
+}
+
+SEQ2SEQ_CLASSES = ("AttnResForSeq2SeqLM", "AttnResForSpeechSeq2Seq")
+
 # Those that transformers' generic heads make on decoders
 _DECODER_HEADS = ("AttnResForSequenceClassification", "AttnResForTokenClassification", "AttnResForQuestionAnswering")
 
@@ -78,7 +90,7 @@ def check_base_model_type(base_model_type: str, has_lm_head: bool = False):
     if config_class is not None and config_class in MODEL_FOR_CAUSAL_LM_MAPPING:
         return
     inside = config_class is not None and is_inside_multimodal(config_class)  # type: ignore[arg-type]
-    if not has_lm_head and (inside or is_encoder(base_model_type)):
+    if not has_lm_head and (inside or has_own_classes(base_model_type)):
         return
     close = difflib.get_close_matches(base_model_type, MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, n=3)
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
@@ -104,19 +116,40 @@ def is_encoder(base_model_type: str) -> bool:
     return config_class in modeling_auto.MODEL_MAPPING and not any(config_class in mapping for mapping in generate)
 
 
-def encoder_class(base_model_type: str, name: str) -> Any:
-    """The base's class for one of ours, of `ENCODER_CLASSES`; `None` if it has none."""
+def is_encoder_decoder(base_model_type: str) -> bool:
+    """Whether models of a type have an encoder, and a decoder that generates text, such as `"t5"` and `"whisper"`."""
+    from transformers.models.auto import modeling_auto
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    if base_model_type in EXCEPTIONS or base_model_type not in CONFIG_MAPPING:
+        return False
+    config_class = CONFIG_MAPPING[base_model_type]
+    mappings = [getattr(modeling_auto, ENCODER_DECODER_CLASSES[name]) for name in SEQ2SEQ_CLASSES]
+    return config_class.is_encoder_decoder and any(config_class in mapping for mapping in mappings)
+
+
+def has_own_classes(base_model_type: str) -> bool:
+    """Whether the heads of a type are the base's own: of decoders they are a language model's, or generic."""
+    return is_encoder(base_model_type) or is_encoder_decoder(base_model_type)
+
+
+def own_class(base_model_type: str, name: str) -> Any:
+    """Of a base with classes of its own, that for one of ours; `None` if it has none."""
     from transformers.models.auto import modeling_auto
 
-    mapping, config_class = getattr(modeling_auto, ENCODER_CLASSES[name]), base_config_class(base_model_type)
+    mappings = ENCODER_DECODER_CLASSES if is_encoder_decoder(base_model_type) else ENCODER_CLASSES
+    if name not in mappings:
+        return None
+    mapping, config_class = getattr(modeling_auto, mappings[name]), base_config_class(base_model_type)
     found = mapping[config_class] if config_class in mapping else None
     return found[0] if isinstance(found, tuple) else found
 
 
 def classes_on(base_model_type: str) -> list[str]:
     """The names of our classes of models that can be made on a base."""
-    if is_encoder(base_model_type):
-        return [name for name in ENCODER_CLASSES if encoder_class(base_model_type, name) is not None]
+    if has_own_classes(base_model_type):
+        names = dict.fromkeys([*ENCODER_CLASSES, *ENCODER_DECODER_CLASSES])
+        return [name for name in names if own_class(base_model_type, name) is not None]
     return ["AttnResModel", "AttnResForCausalLM", *_DECODER_HEADS]
 
 
@@ -243,9 +276,8 @@ def rename_architectures(architectures: list[str] | None, base_model_type: str, 
     if architectures is None:
         return None
     causal_lm = MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(base_model_type)
-    if is_encoder(base_model_type):
-        found = {name: encoder_class(base_model_type, name) for name in ENCODER_CLASSES}
-        ours = {of_base.__name__: name for name, of_base in found.items() if of_base is not None}
+    if has_own_classes(base_model_type):
+        ours = {own_class(base_model_type, name).__name__: name for name in classes_on(base_model_type)}
         renamed = {of_base: name for name, of_base in ours.items()} if to_base else ours
         return [renamed.get(name, name) for name in architectures]
     if causal_lm is None:

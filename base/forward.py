@@ -22,6 +22,7 @@ from ..depth.stream import DepthStream, checkpoint_stream
 # What the forward pass of this thread passes to its first layer around the base's code, which may not pass keywords
 # on: `value` is `(model, recorder, stream)`. On the way back, `slice_output` is what left the last layer of a slice.
 # Not a context variable, because compilers do not support them
+# `recorders` has what an encoder-decoder passes to its stacks, pairs of a stack and a recorder or `None`
 FORWARD_CONTEXT = threading.local()
 
 
@@ -35,9 +36,14 @@ def kv_cache_among(args: tuple, kwargs: dict) -> Cache | None:
 
 
 @functools.cache
-def depth_output_class(base: type[ModelOutput]) -> type[ModelOutput]:
-    """A class of outputs with `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site."""
-    fields = [("depth_attentions", tuple[torch.FloatTensor, ...] | None, None)]
+def depth_output_class(base: type[ModelOutput], *parts: str) -> type[ModelOutput]:
+    """A class of outputs with `depth_attentions`, one tensor `(batch_size, sequence_length, sources)` per site.
+
+    Args:
+        parts: those of an encoder-decoder that have depth attentions: `encoder_depth_attentions` and so on.
+    """
+    names = [f"{part}_depth_attentions" for part in parts] or ["depth_attentions"]
+    fields = [(name, tuple[torch.FloatTensor, ...] | None, None) for name in names]
     return make_dataclass(f"AttnRes{base.__name__}", fields, bases=(base,))
 
 
@@ -52,6 +58,10 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
         outer = getattr(FORWARD_CONTEXT, "value", None)
         if outer is not None and outer[0] is self.trunk:  # called by the model with a head, which has done all of this
             return base_forward(self, *args, **kwargs)
+        of_stacks = getattr(FORWARD_CONTEXT, "recorders", None)
+        if of_stacks is not None:  # called by an encoder-decoder, which returns the weights
+            output_depth_attentions = False
+            depth_recorder = next((recorder for stack, recorder in of_stacks if stack is self), None)
         if output_depth_attentions is None:
             output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
         if output_depth_attentions and depth_recorder is None:
@@ -78,6 +88,47 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
         weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
         output_class = depth_output_class(type(outputs))  # type: ignore[arg-type]
         outputs = output_class(**outputs, depth_attentions=weights)
+        return outputs if return_dict else outputs.to_tuple()
+
+    return forward
+
+
+def with_depth_attentions_of_stacks(base_forward: Callable) -> Callable:
+    """The same of an encoder-decoder, which takes a recorder for each stack and returns the weights of both."""
+
+    @functools.wraps(base_forward)
+    def forward(
+        self,
+        *args,
+        output_depth_attentions: bool | None = None,
+        encoder_depth_recorder=None,
+        decoder_depth_recorder=None,
+        **kwargs,
+    ):
+        if getattr(FORWARD_CONTEXT, "recorders", None) is not None:  # called by the model with a head
+            return base_forward(self, *args, **kwargs)
+        if encoder_depth_recorder is not None and kwargs.get("encoder_outputs") is not None:
+            raise ValueError("`encoder_depth_recorder` would record nothing: with `encoder_outputs` no encoder runs.")
+        if output_depth_attentions is None:
+            output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
+        recorders = {"encoder": encoder_depth_recorder, "decoder": decoder_depth_recorder}
+        if output_depth_attentions:
+            recorders = {part: recorder or DepthRecorder(outputs=None) for part, recorder in recorders.items()}
+            return_dict = kwargs.pop("return_dict", None)
+            return_dict = self.config.return_dict if return_dict is None else return_dict
+            kwargs["return_dict"] = True
+        FORWARD_CONTEXT.recorders = [*zip(self.stacks, recorders.values())]
+        try:
+            outputs = base_forward(self, *args, **kwargs)
+        finally:
+            FORWARD_CONTEXT.recorders = None
+        if not output_depth_attentions:
+            return outputs
+        weights = {
+            f"{part}_depth_attentions": tuple(of_site for _, of_site in sorted(recorder.weights.items())) or None
+            for part, recorder in recorders.items()
+        }
+        outputs = depth_output_class(type(outputs), *recorders)(**outputs, **weights)
         return outputs if return_dict else outputs.to_tuple()
 
     return forward

@@ -29,7 +29,7 @@ from transformers.configuration_utils import PreTrainedConfig
 
 from ..depth.recorder import DepthRecorder
 from ..depth.stream import DepthStream
-from .config import decoder_class, is_encoder, per_layer
+from .config import decoder_class, is_encoder, is_encoder_decoder, per_layer
 
 
 class RefusedBase(ValueError):
@@ -290,24 +290,34 @@ def decoder_layers(model: nn.Module) -> nn.ModuleList:
     return next((found for found in lists if len(found) == num_layers), lists[0])
 
 
+# The names that encoder-decoders give their stacks
+STACKS = ("encoder", "decoder")
 # By what decides, how often each layer adds to the stream
-_COUNTS: dict[tuple, tuple[int, ...]] = {}
+_COUNTS: dict[tuple, tuple] = {}
 # Where a config came from, and how weights are stored
 _WITHOUT_EFFECT = ("_name_or_path", "architectures", "dtype", "transformers_version")
 
 
 def probe_sublayers(base_config: PreTrainedConfig) -> list[int]:
-    """Count how often each decoder layer of a base adds to its residual stream, see `probe_layers`.
+    """Count how often each layer of a base adds to its residual stream, the layers of an encoder first.
+
+    Errors are those of `run_probes`.
+    """
+    return [count for counts in probe_stacks(base_config) for count in counts]
+
+
+def probe_stacks(base_config: PreTrainedConfig) -> list[list[int]]:
+    """The same for each stack of layers: of an encoder-decoder there are two.
 
     Once in a process for the same base with the same code. Errors are found anew.
     """
     key = _content_and_code(base_config)
     counts = None if key is None else _COUNTS.get(key)
     if counts is None:
-        counts = tuple(probed.num_writes for probed in probe_layers(base_config))
+        counts = tuple(tuple(probed.num_writes for probed in probe.probed) for probe in run_probes(base_config))
         if key is not None:
             _COUNTS[key] = counts
-    return [*counts]
+    return [[*of_stack] for of_stack in counts]
 
 
 def _content_and_code(base_config: PreTrainedConfig) -> tuple | None:
@@ -337,8 +347,8 @@ def _content_and_code(base_config: PreTrainedConfig) -> tuple | None:
 
 
 def probe_layers(base_config: PreTrainedConfig) -> list[ProbedLayer]:
-    """What the layers of a base do to its residual stream, see `run_probe`."""
-    return run_probe(base_config).probed
+    """What the layers of a base do to its residual stream, those of an encoder first, see `run_probes`."""
+    return [probed for probe in run_probes(base_config) for probed in probe.probed]
 
 
 def decoder_on_meta(base_config: PreTrainedConfig) -> nn.Module:
@@ -359,8 +369,11 @@ def decoder_on_meta(base_config: PreTrainedConfig) -> nn.Module:
         raise RefusedBase(base_config, f"no model can be made of its config ({text})") from error
 
 
-def run_probe(base_config: PreTrainedConfig) -> Probe:
-    """Run a base on a stream that takes down what is done to it, without weights or memory for any.
+def run_probes(base_config: PreTrainedConfig) -> list[Probe]:
+    """Run a base on streams that take down what is done to them, without weights or memory for any.
+
+    Returns:
+        One for each stack of layers, see `stacks_of`.
 
     Raises:
         ValueError: if a layer does not hand on the stream: the base does more to it than to add to it and to read it.
@@ -368,51 +381,87 @@ def run_probe(base_config: PreTrainedConfig) -> Probe:
     refuse_by_config(base_config)
     base_config = copy.deepcopy(base_config)
     base_config._attn_implementation, base_config._experts_implementation = "eager", "batched_mm"
+    if is_encoder_decoder(base_config.model_type):  # a head that uses the encoder alone says that it is none
+        base_config.is_encoder_decoder = True
     fake = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
     model = decoder_on_meta(base_config)
     try:
         with torch.device("cpu"), fake, torch.inference_mode(False), torch.no_grad(), quiet_fake_tensors():
             move_off_meta(model)
-            if hasattr(model, "encoder") and hasattr(model, "decoder"):
+            stacks = stacks_of(model)
+            if not base_config.is_encoder_decoder and hasattr(model, "encoder") and hasattr(model, "decoder"):
                 raise RefusedBase(base_config, "it has an encoder as well as a decoder")
             with KnownValues():
                 inputs = example_inputs(model)
-                probe = Probe(layers=list(decoder_layers(model)), config=base_config, inputs=inputs)
-                probe.watch(model)
-                with probe.made_of_tokens:
-                    model(inputs, **({} if is_encoder(base_config.model_type) else {"use_cache": False}))
+                first = inputs[model.main_input_name]
+                probes = [
+                    Probe(layers=list(decoder_layers(stack)), config=base_config, inputs=first) for stack in stacks
+                ]
+                for probe, stack in zip(probes, stacks):
+                    probe.watch(stack)
+                with probes[0].made_of_tokens:
+                    model(**inputs)
     except RefusedBase:
         raise
     except Exception as error:
         text = f"{type(error).__name__}: {error}".splitlines()[0]
         raise RefusedBase(base_config, f"a run of its model without weights failed ({text})") from error
-    if len(probe.probed) != len(probe.layers):
-        reason = f"{len(probe.probed)} of its {len(probe.layers)} layers have run, one after the other"
-        raise RefusedBase(base_config, reason)
-    return probe
+    for probe in probes:
+        if len(probe.probed) != len(probe.layers):
+            reason = f"{len(probe.probed)} of its {len(probe.layers)} layers have run, one after the other"
+            raise RefusedBase(base_config, reason)
+    return probes
 
 
-def example_inputs(model: Any) -> torch.Tensor:
-    """Token ids, or images of the size that the config names."""
+def stacks_of(model: Any) -> list[Any]:
+    """The parts of a model that have a residual stream each: an encoder and a decoder, or the model itself.
+
+    Of an encoder-decoder some heads use the encoder alone.
+    """
     config = model.config
+    if not is_encoder_decoder(getattr(config, "base_model_type", config.model_type)):
+        return [model.base_model]
+    # The first module with an encoder, from the outermost on
+    owner = next(module for module in model.modules() if isinstance(getattr(module, "encoder", None), nn.Module))
+    return [part for name in STACKS if (part := getattr(owner, name, None)) is not None]
+
+
+def example_inputs(model: Any) -> dict[str, Any]:
+    """Arguments of a model without a head: token ids, images of the size that the config names, or sound."""
+    config, name = model.config, model.main_input_name
+    if is_encoder_decoder(config.model_type):
+        if name == "input_ids":
+            first = torch.zeros(2, 3, dtype=torch.long)
+        elif name == "input_values":  # a waveform
+            first = torch.zeros(2, 4000)
+        elif hasattr(config, "num_mel_bins"):  # a spectrogram of one length
+            first = torch.zeros(2, config.num_mel_bins, 2 * config.max_source_positions)
+        else:
+            first = torch.zeros(2, 40, config.input_feat_per_channel * config.input_channels)
+        return {name: first, "decoder_input_ids": torch.zeros(2, 4, dtype=torch.long), "use_cache": False}
     if not is_encoder(config.model_type):
-        return torch.zeros(1, 3, dtype=torch.long)
-    if model.main_input_name == "input_ids":  # two rows, as what is the same for each may be added to the stream
-        return torch.zeros(2, 3, dtype=torch.long)
-    if model.main_input_name != "pixel_values" or not hasattr(config, "image_size"):
-        raise RefusedBase(config, f"its input, `{model.main_input_name}`, is neither tokens nor images of one size")
+        return {name: torch.zeros(1, 3, dtype=torch.long), "use_cache": False}
+    if name == "input_ids":  # two rows, as what is the same for each may be added to the stream
+        return {name: torch.zeros(2, 3, dtype=torch.long)}
+    if name != "pixel_values" or not hasattr(config, "image_size"):
+        raise RefusedBase(config, f"its input, `{name}`, is neither tokens nor images of one size")
     size = config.image_size
     height, width = size if isinstance(size, list | tuple) else (size, size)
-    return torch.zeros(2, getattr(config, "num_channels", 3), height, width)
+    return {name: torch.zeros(2, getattr(config, "num_channels", 3), height, width)}
 
 
 def probe_slices(base_config: PreTrainedConfig) -> Probe:
-    """Run a base whose layers are to be divided among several models, as in a pipeline, see `run_probe`.
+    """Run a base whose layers are to be divided among several models, as in a pipeline, see `run_probes`.
 
     Raises:
         ValueError: if a layer needs more of the tokens, or of the layers in front of it, than the residual stream.
     """
-    probe = run_probe(base_config)
+    probe, *others = run_probes(base_config)
+    if others:
+        raise ValueError(
+            f"The layers of base `{base_config.model_type}` cannot be divided into slices: it has an encoder as well"
+            " as a decoder."
+        )
     if probe.model.main_input_name != "input_ids":
         raise ValueError(
             f"The layers of base `{base_config.model_type}` cannot be divided into slices: it reads"
@@ -442,10 +491,17 @@ def refuse_by_config(base_config: PreTrainedConfig):
 
 
 def _reason_against_config(base_config: PreTrainedConfig) -> str | None:
-    if base_config.is_encoder_decoder:
+    if base_config.is_encoder_decoder and not is_encoder_decoder(base_config.model_type):
         return "it has an encoder as well as a decoder"
+    if is_encoder_decoder(base_config.model_type) and getattr(base_config, "is_decoder", False):
+        return "it is the decoder of an encoder-decoder, without the encoder"
+    if is_encoder_decoder(base_config.model_type) and base_config.sub_configs:
+        return "its encoder has a config of its own"
     text_config = base_config.get_text_config(decoder=True)
-    if text_config is not base_config:
+    is_one = (
+        is_encoder_decoder(base_config.model_type) and text_config.model_type == base_config.model_type
+    )  # seen as a decoder's
+    if text_config is not base_config and not is_one:
         return (
             f"it is made of several models. The language model in it is of type {text_config.model_type!r}; its config"
             " is `config.get_text_config(decoder=True)`"

@@ -180,7 +180,7 @@ def make_models(twin: torch.nn.Module, variants: list[str], device: str) -> Mode
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype)
         with torch.device(device):
-            queries = AttnResDepthQueries(config)
+            queries = AttnResDepthQueries(config, config.num_sites)
         for tensor in queries.zero_initialized():
             torch.nn.init.normal_(tensor, std=0.02)
         prefix = f"{model.base_model_prefix}.depth_queries."

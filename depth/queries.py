@@ -33,11 +33,11 @@ class AttnResDepthQueries(nn.Module):
     `projection_down` and `projection_up` if it has a rank.
     """
 
-    def __init__(self, config: PreTrainedConfig):
+    def __init__(self, config: PreTrainedConfig, num_sites: int):
         super().__init__()
         self.block_size, self.read_config = config.attn_res_block_size, ReadConfig.of(config)
         self.std = getattr(config, "initializer_range", 0.02)  # of bases that have none, transformers' own
-        num_sites, hidden_size, rank = config.num_sites, config.hidden_size, self.read_config.query_rank
+        hidden_size, rank = config.hidden_size, self.read_config.query_rank
         # Small steps away from zero vanish in half precision, so these are at least fp32 in every model
         dtype = torch.promote_types(torch.get_default_dtype(), torch.float32)
 

@@ -24,6 +24,7 @@ class TensorLike:
     write: Callable[[torch.Tensor], Any]
     on_sources: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]
     on_device: Callable[..., Any]
+    on_newest: Callable[[Callable[[torch.Tensor], torch.Tensor]], Any]
 
     @property
     def newest(self) -> torch.Tensor:
@@ -155,6 +156,15 @@ class TensorLike:
     def __len__(self) -> int:
         return len(self.newest)
 
+    def against_overflow(self, function: Callable, *args, **kwargs) -> Any:
+        """What encoder-decoders do to the stream in fp16 so that it stays finite, done to the newest source.
+
+        Where it changes nothing in the base, it changes nothing here.
+        """
+        if function.__name__ == "clamp":
+            return self.on_newest(lambda newest: function(newest, *args, **kwargs))
+        return function(self.newest, *args, **kwargs)
+
     @classmethod
     def __torch_function__(cls, function, types, args=(), kwargs=None):
         kwargs = kwargs or {}
@@ -166,6 +176,8 @@ class TensorLike:
             stream, number = args if isinstance(args[0], cls) else args[::-1]
             if _is_factor(number):
                 return stream.on_sources(lambda source: source * number)
+        if name in _AGAINST_OVERFLOW and isinstance(args[0], cls) and args[0].newest.dtype == torch.float16:
+            return args[0].against_overflow(function, *args[1:], **kwargs)
         if name == "dropout" and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
             return args[0] if args else kwargs["input"]
         if name in _IN_PLACE:
@@ -234,6 +246,9 @@ class SelectedTokens(TensorLike):
 _IN_PLACE = frozenset(
     name for name in (*dir(torch.Tensor), *dir(torch), *dir(F)) if name.endswith("_") and not name.endswith("__")
 )
+
+
+_AGAINST_OVERFLOW = frozenset({"clamp", "isinf", "isfinite", "isnan"})
 
 
 def _read_all(value: Any) -> Any:

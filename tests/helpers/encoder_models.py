@@ -1,6 +1,9 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Every model type that transformers has an encoder of, of text or images: tiny models, and what they compute."""
+"""Every model type with an encoder, with a decoder behind it or without: tiny models, and what they compute."""
 
+import contextlib
+import inspect
+import re
 from dataclasses import fields
 
 import torch
@@ -11,11 +14,39 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 import attnres
 from attnres import AttnResConfig
-from attnres.base.config import ENCODER_CLASSES, encoder_class, is_encoder
-from attnres.base.probe import example_inputs
+from attnres.base.config import classes_on, has_own_classes, is_encoder_decoder, own_class
+from attnres.base.probe import example_inputs, stacks_of
 
 
 OF_ENCODERS = {**COMMON, "image_size": 16, "patch_size": 4, "type_vocab_size": 2, "drop_path_rate": 0.0}
+OF_STACKS = {
+    "d_model": 32,
+    "d_kv": 8,
+    "d_ff": 48,
+    "num_layers": 3,
+    "num_decoder_layers": 3,
+    "num_heads": 4,
+    **{
+        f"{part}_{name}": value
+        for part in ("encoder", "decoder")
+        for name, value in (
+            ("layers", 3),
+            ("ffn_dim", 48),
+            ("attention_heads", 4),
+            ("num_hidden_layers", 3),
+            ("num_attention_heads", 4),
+            ("num_key_value_heads", 4),
+            ("layerdrop", 0.0),
+        )
+    },
+    "max_source_positions": 40,
+    "max_target_positions": 64,
+    "num_mel_bins": 8,
+    "input_feat_per_channel": 8,
+    "conv_channels": 16,
+    "decoder_start_token_id": 1,
+    "eos_token_id": 2,
+}
 # What a type needs besides
 OWN = {
     "clip_text_model": {"eos_token_id": 2},
@@ -27,18 +58,21 @@ OUTPUTS = ("logits", "last_hidden_state", "pooler_output", "start_logits", "end_
 
 def heads_of(model_type: str) -> list[str]:
     """Names of our classes for a type."""
-    return [name for name in ENCODER_CLASSES if encoder_class(model_type, name) is not None]
+    return classes_on(model_type)
 
 
 def encoder_types() -> list[str]:
-    return sorted(name for name in CONFIG_MAPPING if is_encoder(name))
+    return sorted(name for name in CONFIG_MAPPING if has_own_classes(name))
 
 
 def encoder_config(model_type: str, **kwargs):
     """The tiny config of an encoder."""
     config_class = CONFIG_MAPPING[model_type]
     names = {field.name for field in fields(config_class)} | {*config_class.attribute_map}
-    common = {name: value for name, value in OF_ENCODERS.items() if name in names}
+    shape = {**COMMON, **OF_STACKS} if is_encoder_decoder(model_type) else OF_ENCODERS
+    common = {name: value for name, value in shape.items() if name in names}
+    if is_encoder_decoder(model_type):  # those that only stand for others
+        common = {name: value for name, value in common.items() if name not in config_class.attribute_map}
     own = OWN.get(model_type, {})
     for name in own:
         for other, actual in config_class.attribute_map.items():
@@ -52,7 +86,7 @@ def native_encoder(model_type: str, name: str, dtype=torch.float64, **kwargs):
     num_labels = 2 if name == "AttnResForQuestionAnswering" else 5
     config = encoder_config(model_type, num_labels=num_labels, **kwargs)
     torch.manual_seed(0)
-    model = encoder_class(model_type, name)(config).to(dtype).eval()
+    model = own_class(model_type, name)(config).to(dtype).eval()
     with torch.no_grad():
         for parameter in model.parameters():
             if parameter.is_floating_point():
@@ -61,11 +95,18 @@ def native_encoder(model_type: str, name: str, dtype=torch.float64, **kwargs):
 
 
 def inputs_of(native) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(1)
-    if native.main_input_name == "input_ids":
-        return {"input_ids": torch.randint(3, 90, (2, 11), generator=generator)}
-    images = torch.randn(example_inputs(native).shape, generator=generator, dtype=torch.float64)
-    return {"pixel_values": images.to(native.dtype)}
+    generator, name = torch.Generator().manual_seed(1), native.main_input_name
+    if name == "input_ids":
+        first = torch.randint(3, 90, (2, 11), generator=generator)
+    else:
+        shape = example_inputs(native)[name].shape
+        first = torch.randn(shape, generator=generator, dtype=torch.float64).to(native.dtype)
+    if is_encoder_decoder(native.config.model_type) and name == "input_ids":
+        first[:, -1] = native.config.eos_token_id  # where heads look
+    of_task = re.search("Classification$|Answering$", type(native).__name__)  # these shift what the encoder is given
+    if of_task or "decoder_input_ids" not in inspect.signature(native.forward).parameters:
+        return {name: first}
+    return {name: first, "decoder_input_ids": torch.randint(3, 90, (2, 6), generator=generator)}
 
 
 def converted_encoder(native, name: str, block_size: int, **fields_of_read):
@@ -80,9 +121,10 @@ def converted_encoder(native, name: str, block_size: int, **fields_of_read):
 
 
 def with_random_queries(model):
-    queries, generator = model.trunk.depth_queries, torch.Generator().manual_seed(2)
+    generator = torch.Generator().manual_seed(2)
+    named = [of_query for stack in model.stacks for of_query in stack.depth_queries.named_parameters()]
     with torch.no_grad():
-        for name, parameter in queries.named_parameters():
+        for name, parameter in named:
             std = 0.05 if "projection" in name else 0.3
             parameter.add_(torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype) * std)
     return model
@@ -97,8 +139,13 @@ def outputs_of(model, inputs) -> torch.Tensor:
 
 def literal_outputs(native, model, inputs) -> torch.Tensor:
     """What an AttnRes model should compute, by the definition in loops."""
-    config, definition = model.config, LiteralDefinition.of_model(model, native)
-    with torch.no_grad(), definition:
+    definitions = [
+        LiteralDefinition.of_model(stack, of_native) for stack, of_native in zip(model.stacks, stacks_of(native))
+    ]
+    with torch.no_grad(), contextlib.ExitStack() as stack:
+        for definition in definitions:
+            stack.enter_context(definition)
         outputs = outputs_of(native, inputs)
-    assert definition.num_outputs == config.num_sites - 1, (definition.num_outputs, config.num_sites)
+    counts = [definition.num_outputs for definition in definitions]
+    assert counts == [*map(sum, model.config.sublayers_of_stacks())][: len(counts)], counts
     return outputs

@@ -40,6 +40,7 @@ ROOT = Path(__file__).parents[2]
 RECORD, PAGE = ROOT / "base/encoders.json", ROOT / "docs/encoders.md"
 MARK = "<!-- types -->\n"
 BLOCK_SIZES = (1, 2, 3)
+READS = {"input_ids": "text", "pixel_values": "images", "input_features": "sound", "input_values": "sound"}
 
 
 def measured(model_type: str) -> dict:
@@ -63,7 +64,7 @@ def measured(model_type: str) -> dict:
     additions = sorted(set(model.config.sublayers_per_layer()))
     return {
         "additions": additions,
-        "reads": "images" if "pixel_values" in inputs else "text",
+        "reads": READS[native.main_input_name],
         "heads": [name.removeprefix("AttnRes") for name in heads],
         "zero_queries": max(zero),
         "random_queries": max(random),
