@@ -394,6 +394,11 @@ class AttnResConfig(PreTrainedConfig):
             repo_id = kwargs.pop("repo_id", None) or os.path.basename(os.path.abspath(save_directory))
             self.push_to_hub(repo_id, **kwargs)
 
+    def _get_generation_parameters(self) -> dict[str, Any]:
+        # What transformers refuses to save; fields of the base's own may be called like such parameters
+        own = base_keywords(CONFIG_MAPPING[self.base_model_type])  # type: ignore[arg-type]
+        return {name: value for name, value in super()._get_generation_parameters().items() if name not in own}
+
     def _remove_keys_not_serialized(self, d: dict[str, Any]):
         for name in MIRRORED_ATTRIBUTES:
             d.pop(name, None)

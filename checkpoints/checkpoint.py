@@ -32,8 +32,8 @@ from transformers.models.auto.modeling_auto import (
     MODEL_FOR_MULTIMODAL_LM_MAPPING,
 )
 
-from ..base.config import base_config_class, decoder_class, is_encoder, rename_architectures
-from ..base.probe import decoder_on_meta
+from ..base.config import base_config_class, decoder_class, has_own_classes, is_encoder_decoder, rename_architectures
+from ..base.probe import STACKS, decoder_on_meta
 from ..utils.ranges import in_ranges
 from ..utils.untrusted import (
     PICKLES,
@@ -181,21 +181,24 @@ class Checkpoint:
         return getattr(self.config, "base_model_type", self.config.model_type)
 
     @functools.cached_property
-    def encoder_name(self) -> str | None:
-        """The class of ours for the task of an encoder, `AttnResModel` if it says none; `None` for others."""
+    def own_class_name(self) -> str | None:
+        """Where the base has its own heads, as with encoders, the class of ours for its task; `None` for others.
+
+        `AttnResModel` if it says none.
+        """
         architectures = self.config_dict.get("architectures") or ["AttnResModel"]
-        if not is_encoder(self.base_model_type) and not architectures[0].endswith("ForMaskedLM"):
+        if not has_own_classes(self.base_model_type) and not architectures[0].endswith("ForMaskedLM"):
             return None
         renamed = rename_architectures(architectures, self.base_model_type, to_base=False) or []
         return renamed[0]
 
     @functools.cached_property
     def lm_class(self) -> type[PreTrainedModel]:
-        """The class of the base's causal language model, of its multimodal model, or of an encoder."""
+        """The class of the base's causal language model, of its multimodal model, or of one with an encoder."""
         base_model_type = self.base_model_type
         if self.is_multimodal:
             return MODEL_FOR_MULTIMODAL_LM_MAPPING[CONFIG_MAPPING[base_model_type]]
-        if is_encoder(base_model_type):
+        if has_own_classes(base_model_type):
             return decoder_class(base_config_class(base_model_type))
         return MODEL_FOR_CAUSAL_LM_MAPPING[base_config_class(base_model_type)]
 
@@ -204,8 +207,8 @@ class Checkpoint:
         """The Auto class that loads it: with its head, or without if it has none of a language model."""
         if self.is_multimodal:
             return auto_class_of(self.base_model_type)
-        if self.encoder_name is not None:
-            return auto_class_for(self.encoder_name)
+        if self.own_class_name is not None:
+            return auto_class_for(self.own_class_name)
         return AutoModelForCausalLM if self.has_lm_head else AutoModel
 
     @functools.cached_property
@@ -232,16 +235,27 @@ class Checkpoint:
         return prefixes[0] if prefixes else ""  # of other names, which transformers knows, or it is missing
 
     @functools.cached_property
-    def query_prefix(self) -> str:
-        """The prefix of the names of the depth queries. Without queries, that of the decoder's tensors."""
+    def query_prefixes(self) -> list[str]:
+        """The prefix of the names of the depth queries, of an encoder-decoder one for each stack that it has.
+
+        Without queries, that of the decoder's tensors.
+        """
+        if is_encoder_decoder(self.base_model_type):
+            prefixes = [f"{self.prefix}{stack}." for stack in STACKS]
+            return [prefix for prefix in prefixes if any(name.startswith(prefix) for name in self.weight_map)]
         found = [name.removesuffix(QUERY_NAMES[1]) for name in self.weight_map if name.endswith(QUERY_NAMES[1])]
-        return found[0] if found else self.prefix
+        return [found[0] if found else self.prefix]
+
+    def query_names(self, names: Sequence[str]) -> list[str]:
+        """The full names of those tensors of the depth queries that are there, of `ZERO_AT_FIRST` for instance."""
+        full = [prefix + name for prefix in self.query_prefixes for name in names]
+        return [name for name in full if name in self.weight_map]
 
     @property
     def has_lm_head(self) -> bool:
         """Whether it has the head of a language model. Otherwise only its trunk is used."""
         architectures = self.config_dict.get("architectures") or [""]  # a list, see `read_config_dict`
-        if self.encoder_name is not None:
+        if self.own_class_name is not None:
             return False
         return (self.is_multimodal or bool(self.prefix)) and OTHER_HEADS.search(architectures[0]) is None
 

@@ -8,8 +8,8 @@ import torch
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from ..base.config import ENCODER_CLASSES, check_base_model_type, encoder_class, is_encoder, rename_architectures
-from ..base.probe import probe_sublayers, refuse_by_config
+from ..base.config import check_base_model_type, classes_on, has_own_classes, is_encoder_decoder, rename_architectures
+from ..base.probe import probe_stacks, probe_sublayers, refuse_by_config
 from ..checkpoints.checkpoint import ATTNRES_TYPES, QUERY_NAMES, ZERO_AT_FIRST, Checkpoint
 from ..configuration_attnres import AttnResConfig
 from ..model_cards.card import PIPELINE_TAGS
@@ -45,7 +45,7 @@ def check_base_type(model_type: str):
     if is_multimodal(model_type):
         multimodal_config_class(model_type)
     else:
-        check_base_model_type(model_type, has_lm_head=not is_encoder(model_type))
+        check_base_model_type(model_type, has_lm_head=not has_own_classes(model_type))
 
 
 def refuse_multimodal(checkpoint: Checkpoint):
@@ -68,10 +68,9 @@ def refuse_other_naming(checkpoint: Checkpoint):
 
 def refuse_trained_queries(checkpoint: Checkpoint, consequence: str):
     """Raise a `ValueError` that says how large the queries are, unless all are zero."""
-    names = [checkpoint.query_prefix + name for name in ZERO_AT_FIRST]
-    names = [name for name in names if name in checkpoint.weight_map]
+    names = checkpoint.query_names(ZERO_AT_FIRST)
     if not names:
-        name = checkpoint.query_prefix + QUERY_NAMES[0]
+        name = checkpoint.query_prefixes[0] + QUERY_NAMES[0]
         raise ValueError(f"`{checkpoint.name}` lacks the tensor `{name}`, so it is not a complete AttnRes checkpoint.")
     for tensor in checkpoint.tensors(names).values():
         norms = tensor.float().flatten(1).norm(dim=-1)
@@ -111,7 +110,7 @@ def check_config(checkpoint: Checkpoint):
         _refuse(checkpoint, "dtype", dtype, "one of float32, bfloat16, float16")
     _check_depth(checkpoint, config)
     architectures = checkpoint.config.architectures
-    has_own_classes = checkpoint.is_attnres or checkpoint.is_multimodal or checkpoint.encoder_name is not None
+    has_own_classes = checkpoint.is_attnres or checkpoint.is_multimodal or checkpoint.own_class_name is not None
     if not is_known_class(checkpoint) and has_own_classes:
         _refuse(checkpoint, "architectures", architectures, f"one of {', '.join(known_classes(checkpoint))}")
 
@@ -131,6 +130,9 @@ def _check_numbers(checkpoint: Checkpoint, config: PreTrainedConfig):
 
 
 def _check_depth(checkpoint: Checkpoint, config: PreTrainedConfig):
+    if is_encoder_decoder(checkpoint.base_model_type):
+        _check_stacks(checkpoint, config)
+        return
     names = [name for name in checkpoint.weight_map if name.startswith(checkpoint.prefix)]
     num_layers = config.num_hidden_layers
     depth = 1 + max((int(number) for number in LAYER_NUMBERS.findall("\n".join(names))), default=-1)
@@ -143,16 +145,25 @@ def _check_depth(checkpoint: Checkpoint, config: PreTrainedConfig):
         _refuse(checkpoint, "num_hidden_layers", num_layers, allowed)
 
 
+def _check_stacks(checkpoint: Checkpoint, config: PreTrainedConfig):
+    """The same for an encoder-decoder, whose configs have names of their own for the two numbers of layers."""
+    counts = config.sublayers_of_stacks() if isinstance(config, AttnResConfig) else probe_stacks(config)
+    for prefix, sublayers in zip(checkpoint.query_prefixes, counts):
+        names = "\n".join(name for name in checkpoint.weight_map if name.startswith(prefix))
+        depth = 1 + max((int(number) for number in LAYER_NUMBERS.findall(names)), default=-1)
+        if depth != len(sublayers):
+            raise ValueError(
+                f"config.json of `{checkpoint.name}` is not valid: it has {len(sublayers)} layers for `{prefix}...`,"
+                f" and the weights have {depth}."
+            )
+
+
 def known_classes(checkpoint: Checkpoint) -> list[str]:
     """Names of transformers' classes for a checkpoint of this type, as `architectures` has one."""
     if checkpoint.is_multimodal:
         return [MULTIMODAL_NAME if checkpoint.is_attnres else checkpoint.lm_class.__name__]
-    base_model_type, names = checkpoint.base_model_type, [name for name in PIPELINE_TAGS if name != MULTIMODAL_NAME]
-    of_base = names if is_encoder(base_model_type) else ("AttnResForMaskedLM", "AttnResForImageClassification")
-    without = {name for name in of_base if name in ENCODER_CLASSES and encoder_class(base_model_type, name) is None}
-    names = [name for name in names if name not in without]
-    if is_encoder(base_model_type):
-        names.remove("AttnResForCausalLM")
+    possible = classes_on(checkpoint.base_model_type)
+    names = [name for name in PIPELINE_TAGS if name in possible]
     if checkpoint.is_attnres:
         return names
     return rename_architectures(names, checkpoint.config.model_type, to_base=True) or []
@@ -170,7 +181,7 @@ def num_layers_of(config: PreTrainedConfig) -> int:
 def check_head(checkpoint: Checkpoint, config: AttnResConfig):
     """Raise a `ValueError` if a checkpoint has another head than the AttnRes model for the same task."""
     architecture = (config.architectures or [None])[0]
-    if architecture not in HEADS or checkpoint.encoder_name is not None:  # loaded with its head, by `check_tensors`
+    if architecture not in HEADS or checkpoint.own_class_name is not None:  # loaded with its head, by `check_tensors`
         return
     with torch.device("meta"):
         model = HEADS[architecture](config)

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedConfig
 from typing_extensions import Unpack
 
-from ..base.probe import probe_sublayers
+from ..base.probe import probe_stacks
 from ..checkpoints.checkpoint import (
     ATTNRES_TYPES,
     BASE_CONFIG_NAME,
@@ -143,7 +143,7 @@ def new_conversion(checkpoint: Checkpoint, choice: Choice) -> Conversion:
         "Conversion",
         checkpoint,
         config,
-        add=initial_queries(query_prefix_of(checkpoint), depth_config_of(config)),
+        add=initial_queries(query_prefixes_of(checkpoint), depth_config_of(config)),
         files={BASE_CONFIG_NAME: checkpoint.folder / "config.json"},
     )
 
@@ -163,28 +163,30 @@ def change_of_read(checkpoint: Checkpoint, choice: Choice) -> Conversion:
     conversion = Conversion("Change of the read" if read else "Change of blocks", checkpoint, config)
     if {"attn_res_query", "attn_res_query_rank"}.isdisjoint(read):
         return conversion
-    queries = initial_queries(query_prefix_of(checkpoint), depth_config_of(config))
+    queries = initial_queries(query_prefixes_of(checkpoint), depth_config_of(config))
     return replace(conversion, add=queries, rename=without_queries)
 
 
-def query_prefix_of(checkpoint: Checkpoint) -> str:
-    """The prefix of the names that depth queries have, or will have, in the files of a checkpoint.
+def query_prefixes_of(checkpoint: Checkpoint) -> list[str]:
+    """The prefixes of the names that depth queries have, or will have, in the files of a checkpoint.
+
+    There is one for each stack of layers.
 
     Files of multimodal models may have other names than the model, and then transformers knows each of those, and not
     what they would be of the queries.
     """
     if not checkpoint.is_multimodal or checkpoint.is_attnres:
-        return checkpoint.query_prefix
+        return checkpoint.query_prefixes
     with torch.device("meta"):
         model = AttnResForConditionalGeneration(AttnResMultimodalConfig.from_base_config(checkpoint.config))
-    return f"{model.trunk_name}."
+    return [f"{model.trunk_name}."]
 
 
 def config_with_depth_attention(checkpoint: Checkpoint, choice: Choice) -> PreTrainedConfig:
     config_class = AttnResMultimodalConfig if checkpoint.is_multimodal else AttnResConfig
     blocks = choice.blocks.as_arguments()
     if not blocks:
-        blocks = {"num_blocks": min(DEFAULT_NUM_BLOCKS, sum(probe_sublayers(checkpoint.text_config)))}
+        blocks = {"num_blocks": min(DEFAULT_NUM_BLOCKS, max(map(sum, probe_stacks(checkpoint.text_config))))}
     read = choice.read.as_fields()
     return config_class.from_base_config(checkpoint.config, **blocks, **read, attn_res_scale_norm_eps=True)
 
@@ -214,15 +216,19 @@ def config_with_other_read(checkpoint: Checkpoint, choice: Choice) -> PreTrained
 
 
 def num_blocks_of(config: AttnResConfig) -> int:
-    return -(-(config.num_sites - 1) // config.attn_res_block_size)
+    """Of an encoder and a decoder, in the one with more sublayers."""
+    return -(-max(map(sum, config.sublayers_of_stacks())) // config.attn_res_block_size)
 
 
-def initial_queries(prefix: str, config: AttnResConfig) -> dict[str, torch.Tensor]:
+def initial_queries(prefixes: list[str], config: AttnResConfig) -> dict[str, torch.Tensor]:
     """Queries of zero and key norms of one by the names of their tensors; random ones are those of one seed."""
+    found: dict[str, torch.Tensor] = {}
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(0)
-        queries = AttnResDepthQueries(config)
-    return {f"{prefix}depth_queries.{name}": tensor for name, tensor in queries.state_dict().items()}
+        for prefix, sublayers in zip(prefixes, config.sublayers_of_stacks()):
+            queries = AttnResDepthQueries(config, sum(sublayers) + 1)
+            found |= {f"{prefix}depth_queries.{name}": tensor for name, tensor in queries.state_dict().items()}
+    return found
 
 
 def says_the_same(file: Path, config: PreTrainedConfig) -> bool:

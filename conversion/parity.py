@@ -23,7 +23,7 @@ import torch
 from huggingface_hub.utils import tqdm
 from safetensors import safe_open
 
-from ..base.config import is_encoder
+from ..base.config import has_own_classes
 from ..base.probe import decoder_on_meta, example_inputs
 from ..checkpoints.checkpoint import Checkpoint, open_checkpoint
 from ..checkpoints.reports import Parity, VerificationReport
@@ -282,20 +282,22 @@ def check_device_map(device: str):
 def windows_of(
     checkpoint: Checkpoint, text: str | Path | None, max_tokens: int = MAX_TOKENS
 ) -> tuple[torch.Tensor, str]:
-    """What the models run on, and what to call it: token ids, see `read_windows`, or random images of one seed.
+    """What the models run on, and what to call it: token ids, see `read_windows`, or random images or recordings.
 
     Raises:
-        ValueError: for a text where the models read images.
+        ValueError: for a text where the models read none.
     """
-    if not is_encoder(checkpoint.base_model_type) or checkpoint.lm_class.main_input_name == "input_ids":
+    main_input = checkpoint.lm_class.main_input_name
+    if not has_own_classes(checkpoint.base_model_type) or main_input == "input_ids":
         return read_windows(checkpoint, text, max_tokens)
+    kind = "images" if main_input == "pixel_values" else "recordings"
     if text is not None:
-        raise ValueError(f"`{checkpoint.name}` reads images, and cannot be verified on the text `{text}`.")
+        raise ValueError(f"`{checkpoint.name}` reads {kind}, and cannot be verified on the text `{text}`.")
     config = checkpoint.config
     base_config = config.to_base_config() if checkpoint.is_attnres else config
-    shape = example_inputs(decoder_on_meta(base_config)).shape[1:]
-    images = torch.randn(NUM_IMAGES, *shape, generator=torch.Generator().manual_seed(0))
-    return images, f"{NUM_IMAGES} random images"
+    shape = example_inputs(decoder_on_meta(base_config))[main_input].shape[1:]
+    inputs = torch.randn(NUM_IMAGES, *shape, generator=torch.Generator().manual_seed(0))
+    return inputs, f"{NUM_IMAGES} random {kind}"
 
 
 def read_windows(

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import PreTrainedConfig
 
-from ..base.config import check_base_model_type, is_encoder
+from ..base.config import check_base_model_type, has_own_classes
 from ..base.probe import ProbedLayer, probe_layers
 from ..multimodal_attnres import AttnResMultimodalConfig, is_multimodal
 
@@ -28,7 +28,7 @@ def probe_report(config: PreTrainedConfig) -> dict[str, Any]:
         AttnResMultimodalConfig.from_base_config(config)
         decoder_config = config.text_config
     else:
-        check_base_model_type(config.model_type, has_lm_head=not is_encoder(config.model_type))
+        check_base_model_type(config.model_type, has_lm_head=not has_own_classes(config.model_type))
     layers = probe_layers(decoder_config)
     runs, first = [], 0
     for (name, lines), group in itertools.groupby(layers, key=_what_it_does):

@@ -247,7 +247,7 @@ def planned(checkpoint: Checkpoint, layers: Iterable[int]) -> Conversion:
         )
     add, queries, notes = repeated_layers(checkpoint, prefix, kept), {}, []
     if checkpoint.is_attnres:
-        begin, rows = f"{checkpoint.query_prefix}depth_queries.", rows_of_layers(old, kept)
+        begin, rows = f"{checkpoint.query_prefixes[0]}depth_queries.", rows_of_layers(old, kept)
         tensors = checkpoint.tensors([name for name in checkpoint.weight_map if name.startswith(begin)])
         queries = {name: tensor[rows].contiguous() for name, tensor in tensors.items()}
         notes = note_on_blocks(checkpoint, kept)
@@ -299,8 +299,7 @@ def repeated_layers(checkpoint: Checkpoint, prefix: str, layers: list[int]) -> d
 def note_on_blocks(checkpoint: Checkpoint, layers: list[int]) -> list[str]:
     """A note for the report where trained queries read blocks of other sublayers than before."""
     config = checkpoint.text_config
-    names = [checkpoint.query_prefix + name for name in ZERO_AT_FIRST]
-    tensors = checkpoint.tensors([name for name in names if name in checkpoint.weight_map])
+    tensors = checkpoint.tensors(checkpoint.query_names(ZERO_AT_FIRST))
     old, new = (
         blocks_of(rows_of_layers(config, kept)[:-1], config.attn_res_block_size)
         for kept in (range(config.num_hidden_layers), layers)

@@ -3,6 +3,7 @@
 
 import contextlib
 import gc
+import inspect
 import tempfile
 from collections.abc import Callable, Iterator
 from logging import NOTSET, WARNING, Handler, disable, root
@@ -13,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.utils import logging
 
-from ..base.config import is_encoder
+from ..base.config import SEQ2SEQ_CLASSES, has_own_classes
 from ..checkpoints.checkpoint import Checkpoint
 from ..utils.untrusted import in_one_line
 from .layers import select_layers
@@ -118,14 +119,25 @@ def output_of(model: PreTrainedModel, inputs: torch.Tensor, checkpoint: Checkpoi
         inputs: token ids, `[batch, seq]`, or images, `[batch, channels, height, width]`.
     """
     inputs = inputs.to(model.device)
-    if is_encoder(checkpoint.base_model_type):
-        inputs = inputs.to(model.dtype) if inputs.is_floating_point() else inputs
-        output = model(**{model.main_input_name: inputs})
+    if has_own_classes(checkpoint.base_model_type):
+        given = {model.main_input_name: inputs.to(model.dtype) if inputs.is_floating_point() else inputs}
+        is_of_task = checkpoint.own_class_name not in ("AttnResModel", *SEQ2SEQ_CLASSES)
+        if "decoder_input_ids" in inspect.signature(model.forward).parameters and not is_of_task:
+            given["decoder_input_ids"] = tokens_of_decoder(inputs, checkpoint)
+        output = model(**given)
     else:
         output = model(input_ids=inputs, use_cache=False)
     if "start_logits" in output:
         return torch.stack([output.start_logits, output.end_logits], -1)
     return output.logits if "logits" in output else output.last_hidden_state
+
+
+def tokens_of_decoder(inputs: torch.Tensor, checkpoint: Checkpoint) -> torch.Tensor:
+    """What the decoder of an encoder-decoder is given: the same tokens, or with sound random ones of one seed."""
+    if not inputs.is_floating_point():
+        return inputs
+    generator, vocab_size = torch.Generator().manual_seed(0), checkpoint.config.vocab_size
+    return torch.randint(vocab_size, (len(inputs), 32), generator=generator).to(inputs.device)
 
 
 def norms_of(model: PreTrainedModel) -> dict[str, nn.Module]:

@@ -94,7 +94,7 @@ class Conversion:
             "operation": self.operation,
             "model_type": config_dict["model_type"],
             "base_model_type": config_dict.get("base_model_type"),
-            "num_sublayers": sum(probe_sublayers(config)) if depth is None else depth.num_sites - 1,
+            "num_sublayers": sum(probe_sublayers(config) if depth is None else depth.sublayers_per_layer()),
             "block_size": None if self.depth_config is None else depth.attn_res_block_size,
             "read": "" if self.depth_config is None else ReadConfig.of(depth).in_words(),
             "tensors_added": {name: list(tensor.shape) for name, tensor in self.add.items() if name not in dropped},

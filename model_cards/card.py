@@ -19,6 +19,7 @@ from huggingface_hub.utils import validate_repo_id
 from safetensors import safe_open
 from transformers import AutoModelForImageTextToText
 
+from ..base.probe import STACKS
 from ..checkpoints.checkpoint import REPORT_NAMES, ZERO_AT_FIRST, Checkpoint, auto_class_for, open_checkpoint
 from ..checkpoints.fingerprint import checkpoint_fingerprint
 from ..checkpoints.remote_code import code_metadata
@@ -41,6 +42,8 @@ PIPELINE_TAGS = {
     "AttnResForCausalLM": "text-generation",
     "AttnResForConditionalGeneration": "image-text-to-text",
     "AttnResForMaskedLM": "fill-mask",
+    "AttnResForSeq2SeqLM": "text2text-generation",
+    "AttnResForSpeechSeq2Seq": "automatic-speech-recognition",
     "AttnResForImageClassification": "image-classification",
     "AttnResForSequenceClassification": "text-classification",
     "AttnResForTokenClassification": "token-classification",
@@ -106,10 +109,6 @@ def render_model_card(content: CardContent) -> ModelCard:
     tags = metadata.get("tags") or []
     tags = [tags] if isinstance(tags, str) else tags
     metadata["tags"] = list(dict.fromkeys([*tags, *TAGS]))
-    num_sublayers, size = config.num_sites - 1, config.attn_res_block_size
-    counts = config.sublayers_per_layer()
-    kinds = "".join("AM" if count == 2 else "S" * count for count in counts)
-    legends = {"A": "A: attention, M: MLP", "S": "S: all that a layer adds at once"}
     norms = content.query.float().norm(dim=-1)
     is_made_of_other = is_made_of_other_weights(metadata, content.report, weights)
     is_untrained = not norms.any() and content.training is None
@@ -131,14 +130,42 @@ def render_model_card(content: CardContent) -> ModelCard:
         read=sentence(ReadConfig.of(config).in_words()),
         query_norm=norms.max().item(),
         num_trained=norms.count_nonzero().item(),
-        blocks=[" " * start + kinds[start : start + size] for start in range(0, num_sublayers, size)],
-        num_sublayers=num_sublayers,
-        legend=", ".join(legend for kind, legend in legends.items() if kind in kinds),
-        short=num_sublayers % size,
+        stacks=_stacks(config),
         auto_class=auto_class_for(architecture).__name__,
-        processor="AutoTokenizer" if hasattr(config, "vocab_size") else "AutoImageProcessor",
+        processor=_processor(architecture, config),
         **shown,
     )
+
+
+def _processor(architecture: str, config: AttnResConfig) -> str:
+    """The Auto class of what makes the inputs of a model."""
+    if architecture == "AttnResForSpeechSeq2Seq":
+        return "AutoProcessor"
+    return "AutoTokenizer" if hasattr(config, "vocab_size") else "AutoImageProcessor"
+
+
+def _stacks(config: AttnResConfig) -> list[dict[str, Any]]:
+    """Of each stack of layers its name, if there are two, and how its sublayers are divided into blocks."""
+    stacks, size = config.sublayers_of_stacks(), config.attn_res_block_size
+    found = []
+    for name, sublayers in zip(("",) if len(stacks) == 1 else STACKS, stacks):
+        of_three = "ACM" if name else "SSS"  # behind an encoder
+        kinds = "".join({2: "AM", 3: of_three}.get(count, "S" * count) for count in sublayers)
+        legends = {
+            "A": "A: attention, M: MLP",
+            "C": "C: attention to the encoder",
+            "S": "S: all that a layer adds at once",
+        }
+        found.append(
+            {
+                "name": name,
+                "num_sublayers": len(kinds),
+                "blocks": [" " * start + kinds[start : start + size] for start in range(0, len(kinds), size)],
+                "short": len(kinds) % size,
+                "legend": ", ".join(legend for kind, legend in legends.items() if kind in kinds),
+            }
+        )
+    return found
 
 
 def _rendered(template: str, metadata: dict[str, Any], **values: Any) -> ModelCard:
@@ -318,9 +345,16 @@ def model_card(
 
 def _queries(checkpoint: Checkpoint) -> torch.Tensor:
     """All that is zero at first in what makes its queries, `[sites, n]`."""
-    names = [checkpoint.query_prefix + name for name in ZERO_AT_FIRST]
-    names = [name for name in names if name in checkpoint.weight_map]
-    return torch.cat([tensor.flatten(1) for tensor in checkpoint.tensors(names).values()], dim=1)
+    tensors = checkpoint.tensors(checkpoint.query_names(ZERO_AT_FIRST))
+    of_stacks = [
+        [tensors[name] for name in tensors if name.startswith(prefix)] for prefix in checkpoint.query_prefixes
+    ]
+    return _joined(of_stacks)
+
+
+def _joined(of_stacks: list[list[torch.Tensor]]) -> torch.Tensor:
+    """What is zero at first in the queries of all stacks, `[sites, n]`."""
+    return torch.cat([torch.cat([tensor.flatten(1) for tensor in of_stack], dim=1) for of_stack in of_stacks])
 
 
 def _metadata(checkpoint: Checkpoint, base_metadata: dict[str, Any], weights: SourceWeights | None) -> dict[str, Any]:
@@ -477,7 +511,7 @@ def push_card_if_missing(
     api = HfApi(token=token)
     repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id
     if not api.file_exists(repo_id, "README.md"):
-        query = torch.cat([tensor.flatten(1) for tensor in model.trunk.depth_queries.zero_initialized()], dim=1)
+        query = _joined([stack.depth_queries.zero_initialized() for stack in model.stacks])
         content = CardContent(model.config, query.detach().cpu(), title=repo_id.split("/")[-1], repo_id=repo_id)
         card = render_model_card(content)
         api.upload_file(

@@ -50,6 +50,7 @@ OF_STACKS = {
 # What a type needs besides
 OWN = {
     "clip_text_model": {"eos_token_id": 2},
+    "t5": {"decoder_start_token_id": 1},
     "esmc": {"num_key_value_heads": 4},
     "neomme": {"head_dim": 32, "num_attention_heads": 4},
 }
