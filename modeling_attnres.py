@@ -299,11 +299,6 @@ class AttnResStack(AttnResPreTrainedModel):
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give the first layer a stream that starts with the embedding; the others have been given one."""
         stream, entry_site = args[0] if args else kwargs["hidden_states"], layer.depth_sites[0]
-        if self.training and getattr(self, "layerdrop", 0):
-            raise ValueError(
-                f"`{type(self).__name__}` leaves out layers at random in training (LayerDrop, rate {self.layerdrop}):"
-                " the reads behind them would be of other sources. Set the field of this rate in the config to 0."
-            )
         if isinstance(stream, torch.Tensor):
             of_model, recorder, handed_on = getattr(FORWARD_CONTEXT, "value", None) or (None, None, None)
             if of_model is not self:

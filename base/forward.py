@@ -58,6 +58,12 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
         outer = getattr(FORWARD_CONTEXT, "value", None)
         if outer is not None and outer[0] is self.trunk:  # called by the model with a head, which has done all of this
             return base_forward(self, *args, **kwargs)
+        if self.training and getattr(self, "layerdrop", 0):
+            raise ValueError(
+                f"A {type(self).__qualname__} would leave out layers at random in training (LayerDrop, rate"
+                f" {self.layerdrop}), and the reads behind them would be of other sources: set `encoder_layerdrop` and"
+                " `decoder_layerdrop` in the config to 0."
+            )
         of_stacks = getattr(FORWARD_CONTEXT, "recorders", None)
         if of_stacks is not None:  # called by an encoder-decoder, which returns the weights
             output_depth_attentions = False
@@ -107,6 +113,11 @@ def with_depth_attentions_of_stacks(base_forward: Callable) -> Callable:
     ):
         if getattr(FORWARD_CONTEXT, "recorders", None) is not None:  # called by the model with a head
             return base_forward(self, *args, **kwargs)
+        if kwargs.pop("depth_recorder", None) is not None:
+            raise ValueError(
+                "An encoder-decoder takes no `depth_recorder`: pass an `encoder_depth_recorder`, a"
+                " `decoder_depth_recorder`, or both."
+            )
         if encoder_depth_recorder is not None and kwargs.get("encoder_outputs") is not None:
             raise ValueError("`encoder_depth_recorder` would record nothing: with `encoder_outputs` no encoder runs.")
         if output_depth_attentions is None:

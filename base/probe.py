@@ -346,11 +346,6 @@ def _content_and_code(base_config: PreTrainedConfig) -> tuple | None:
     return config_class, model_class, content, *code
 
 
-def probe_layers(base_config: PreTrainedConfig) -> list[ProbedLayer]:
-    """What the layers of a base do to its residual stream, those of an encoder first, see `run_probes`."""
-    return [probed for probe in run_probes(base_config) for probed in probe.probed]
-
-
 def decoder_on_meta(base_config: PreTrainedConfig) -> nn.Module:
     """The model of a base without a head, and without tensors or initial values.
 
@@ -392,15 +387,15 @@ def run_probes(base_config: PreTrainedConfig) -> list[Probe]:
             if not base_config.is_encoder_decoder and hasattr(model, "encoder") and hasattr(model, "decoder"):
                 raise RefusedBase(base_config, "it has an encoder as well as a decoder")
             with KnownValues():
-                inputs = example_inputs(model)
-                first = inputs[model.main_input_name]
+                others = example_inputs(model)
+                first = others.pop(model.main_input_name)
                 probes = [
                     Probe(layers=list(decoder_layers(stack)), config=base_config, inputs=first) for stack in stacks
                 ]
                 for probe, stack in zip(probes, stacks):
                     probe.watch(stack)
                 with probes[0].made_of_tokens:
-                    model(**inputs)
+                    model(first, **others)
     except RefusedBase:
         raise
     except Exception as error:

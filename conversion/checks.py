@@ -153,7 +153,7 @@ def _check_stacks(checkpoint: Checkpoint, config: PreTrainedConfig):
         depth = 1 + max((int(number) for number in LAYER_NUMBERS.findall(names)), default=-1)
         if depth != len(sublayers):
             raise ValueError(
-                f"config.json of `{checkpoint.name}` is not valid: it has {len(sublayers)} layers for `{prefix}...`,"
+                f"config.json of `{checkpoint.name}` is not valid: it has {len(sublayers)} layers for `{prefix}*`,"
                 f" and the weights have {depth}."
             )
 

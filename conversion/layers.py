@@ -15,7 +15,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from ..base.config import copy_private, per_layer
+from ..base.config import copy_private, is_encoder_decoder, per_layer
 from ..base.probe import decoder_layers, decoder_on_meta, probe_sublayers
 from ..configuration_attnres import AttnResConfig
 from ..depth.queries import AttnResDepthQueries
@@ -113,6 +113,11 @@ def check_model(model: Any):
 
 def check_is_decoder(config: PreTrainedConfig):
     """Raise a `ValueError` for the config of a model whose layers are not one stack, on one residual stream."""
+    if is_encoder_decoder(getattr(config, "base_model_type", config.model_type)):
+        raise ValueError(
+            f"Layers of a `{config.model_type}` model cannot be selected: it has an encoder as well as a decoder, and"
+            " a number does not say of which."
+        )
     if config.get_text_config(decoder=True) is not config or not hasattr(config, "num_hidden_layers"):
         raise ValueError(
             f"Layers of a `{config.model_type}` model cannot be selected: it is made of several models, and other"

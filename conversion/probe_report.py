@@ -7,7 +7,7 @@ from typing import Any
 from transformers import PreTrainedConfig
 
 from ..base.config import check_base_model_type, has_own_classes
-from ..base.probe import ProbedLayer, probe_layers
+from ..base.probe import STACKS, ProbedLayer, run_probes
 from ..multimodal_attnres import AttnResMultimodalConfig, is_multimodal
 
 
@@ -18,7 +18,7 @@ def probe_report(config: PreTrainedConfig) -> dict[str, Any]:
         `model_type`, `language_model` (the same, or the type of that in a multimodal model), `num_layers`,
         `num_sites`, and `layers`: for each run of layers that do the same `first` and
         `last`, their class (`name`) and the `lines` that read or write, each with its `file`, `number`, `what` it does
-        and its `code`.
+        and its `code`; of an encoder-decoder also the `part`, in which they are counted.
 
     Raises:
         ValueError: if it cannot be a base, with the reason, and the line of its code where that can be told.
@@ -29,16 +29,19 @@ def probe_report(config: PreTrainedConfig) -> dict[str, Any]:
         decoder_config = config.text_config
     else:
         check_base_model_type(config.model_type, has_lm_head=not has_own_classes(config.model_type))
-    layers = probe_layers(decoder_config)
-    runs, first = [], 0
-    for (name, lines), group in itertools.groupby(layers, key=_what_it_does):
-        last = first + len(list(group)) - 1
-        found = [{"file": at.file, "number": at.number, "what": at.what, "code": at.code} for at in lines]
-        runs.append({"first": first, "last": last, "name": name, "lines": found})
-        first = last + 1
-    num_sites = sum(layer.num_writes for layer in layers) + 1
+    stacks = [probe.probed for probe in run_probes(decoder_config)]
+    runs = []
+    for part, layers in zip(STACKS, stacks):
+        first = 0
+        for (name, lines), group in itertools.groupby(layers, key=_what_it_does):
+            last = first + len(list(group)) - 1
+            found = [{"file": at.file, "number": at.number, "what": at.what, "code": at.code} for at in lines]
+            of_part = {"part": part} if len(stacks) > 1 else {}
+            runs.append({"first": first, "last": last, "name": name, "lines": found, **of_part})
+            first = last + 1
+    num_sites = sum(sum(layer.num_writes for layer in layers) + 1 for layers in stacks)
     types = {"model_type": config.model_type, "language_model": decoder_config.model_type}
-    return {**types, "num_layers": len(layers), "num_sites": num_sites, "layers": runs}
+    return {**types, "num_layers": sum(map(len, stacks)), "num_sites": num_sites, "layers": runs}
 
 
 def describe_probe(config: PreTrainedConfig) -> list[str]:
@@ -52,7 +55,7 @@ def describe_probe(config: PreTrainedConfig) -> list[str]:
     for run in report["layers"]:
         first, last = run["first"], run["last"]
         where = f"layers {first} to {last}" if last > first else f"layer {first}"
-        described.append(f"{where}: {run['name']}")
+        described.append(f"{run['part'] + ' ' if 'part' in run else ''}{where}: {run['name']}")
         for file, lines in itertools.groupby(run["lines"], key=lambda line: line["file"]):
             described.append(f"  {file}")
             described += [f"  {line['number']:>6} {line['what']:<6} {line['code']}" for line in lines]

@@ -21,7 +21,7 @@ from transformers import DynamicCache, LlamaForCausalLM, PreTrainedModel
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 
 from attnres import AttnResConfig, AttnResForCausalLM
-from attnres.base.probe import run_probe
+from attnres.base.probe import run_probes
 
 
 pytestmark = pytest.mark.usefixtures("probed_anew")
@@ -256,7 +256,7 @@ def test_a_config_is_made_without_initial_values(family, monkeypatch):
     """
     replaced = []
     monkeypatch.setattr(PreTrainedModel, "initialize_weights", lambda self: replaced.append(type(self)))
-    run_probe(tiny_base_config(family))
+    run_probes(tiny_base_config(family))
     assert not replaced
 
 

@@ -21,7 +21,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaMLP
 
 from attnres import AttnResConfig
 from attnres.base import probe as depth_probe
-from attnres.base.probe import probe_layers, probe_sublayers
+from attnres.base.probe import probe_sublayers, run_probes
 from attnres.checkpoints.checkpoint import read_decoder_config
 from attnres.conversion import convert, revert
 from attnres.conversion.probe_report import describe_probe
@@ -270,7 +270,7 @@ def test_record_and_page():
     if recorded["transformers"] == __version__:
         for name, reason in recorded["refused"].items():
             with pytest.raises(ValueError, match="is not supported: ") as error:
-                probe_layers(decoder_config(name))
+                run_probes(decoder_config(name))
             assert str(error.value).partition("is not supported: ")[2] == f"{reason}."
 
 
@@ -313,8 +313,8 @@ def test_a_probe_uses_up_no_random_numbers_and_says_nothing(tmp_path, modules_ca
 
 def test_the_same_base_is_probed_once(probed_anew, tmp_path, modules_cache, monkeypatch):
     """Until its values or its code change. Errors are not kept, and nothing of code that came with a checkpoint."""
-    runs, run_probe = [], depth_probe.run_probe
-    monkeypatch.setattr(depth_probe, "run_probe", lambda config: runs.append(config) or run_probe(config))
+    runs, run_probes = [], depth_probe.run_probes
+    monkeypatch.setattr(depth_probe, "run_probes", lambda config: runs.append(config) or run_probes(config))
     config = decoder_config("llama")
     AttnResConfig.from_base_config(config, 3).save_pretrained(tmp_path / "attnres")
     config.save_pretrained(tmp_path / "base")
@@ -368,6 +368,6 @@ AROUND = {
 @pytest.mark.parametrize("mode", AROUND.values(), ids=AROUND)
 def test_probe_within_other_modes(model_type, mode):
     config = decoder_config(model_type)
-    expected = [layer.num_writes for layer in probe_layers(config)]
+    expected = [layer.num_writes for layer in run_probes(config)[0].probed]
     with mode():
-        assert [layer.num_writes for layer in probe_layers(config)] == expected
+        assert [layer.num_writes for layer in run_probes(config)[0].probed] == expected
