@@ -1,8 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""Modules of kernels for GPUs, imported when they are first needed: ours for Triton, flash-linear-attention's, and
-those of kernel repositories, which the package `kernels` loads.
+"""Modules of kernels for GPUs, imported when they are first needed: ours for Triton, fla's, and those of repositories.
 
-None of them goes with a checkpoint: its code imports them by name, where they are installed.
+fla's are in flash-linear-attention, and the package `kernels` loads repositories from the Hub or from a folder. None
+goes with a checkpoint: its code imports them by name, where they are installed.
 """
 
 import importlib

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import runpy
+import shlex
 import shutil
 import subprocess
 import sys
@@ -148,6 +149,8 @@ def test_same_model(repository, package, input_ids, monkeypatch):
 
     for name in FUNCTIONS:
         monkeypatch.setattr(loaded, name, functools.partial(count, name, getattr(loaded, name)))
+    depth_backends.kernels_for(few_ids.float())
+    calls.clear()  # those of the comparison with the definition
     for result, other in zip(run(model, few_ids), expected, strict=True):
         assert torch.equal(result, other)
     assert set(calls) == FUNCTIONS.keys()
@@ -222,14 +225,15 @@ def test_names_that_are_none(name):
         attnres.set_backend(name)
 
 
-def test_folders_that_are_no_repository(package, tmp_path, monkeypatch):
+def test_folders_that_are_not_loaded(repository, package, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    (tmp_path / "owner" / "name").mkdir(parents=True)
+    shutil.copytree(repository, tmp_path / "owner" / "name")
     with pytest.raises(ValueError, match="`owner` cannot be loaded: FileNotFoundError: Cannot find a build variant"):
         attnres.set_backend("owner")
-    # An id is never a folder, whose code would run without a question
+    # An id is never a folder, whose code would run without a question of trust
     with pytest.raises(ValueError, match="`owner/name` cannot be loaded: (?s:.*)name it `./owner/name`"):
         attnres.set_backend("owner/name")
+    attnres.set_backend("./owner/name")
 
 
 def test_what_is_missing(repository, monkeypatch):
@@ -254,14 +258,9 @@ from attnres.depth import backends
 attnres.set_backend("torch")
 assert before == ("kernels" in sys.modules)
 
-for owner in ("tester", "publisher"):
-    HfApi().create_repo(f"{owner}/kernels", repo_type="kernel")
-    for branch in ("v1", "other"):
-        HfApi().create_branch(f"{owner}/kernels", branch=branch, repo_type="kernel")
-        HfApi().upload_folder(
-            folder_path=sys.argv[1], repo_id=f"{owner}/kernels", repo_type="kernel", revision=branch
-        )
-HfApi().create_branch("tester/kernels", branch="v2", repo_type="kernel")
+HfApi().create_branch("tester/kernels", branch="other", revision="v1", repo_type="kernel")
+where = {"repo_id": "tester/kernels", "repo_type": "kernel", "revision": "other"}
+HfApi().upload_file(path_or_fileobj=b"", path_in_repo="other", **where)
 HfApi().create_repo("tester/empty", repo_type="kernel")
 
 def try_out(name, **options):
@@ -286,16 +285,22 @@ def test_on_the_hub(repository, package, tmp_path):
     """By `get_kernel`, with its rules: of a publisher that is trusted, or if the user says so."""
     with LoopbackHub(tmp_path) as hub:
         hub.trusted.add("publisher")
-        command = [sys.executable, "-c", ON_THE_HUB, str(repository)]
+        command = [sys.executable, "-c", ON_THE_HUB]
         # Without telemetry, kernels 0.17.2 ends its user agent with a space, which httpcore refuses to send
         variables = environment(**hub.env()) | {"HF_HUB_DISABLE_TELEMETRY": "0"}
+        upload = re.search(r"```bash\n(hf upload .*)\n```", PAGE.read_text(encoding="utf-8"))[1]
+        for owner in ("tester", "publisher"):
+            words = shlex.split(upload.replace(f"owner/{NAME}", f"{owner}/kernels"))
+            subprocess.run(words, cwd=repository.parent, env=variables, capture_output=True, check=True)
         result = subprocess.run(command, env=variables, capture_output=True, text=True)
         refs = {name: hub.repos[name]["refs"] for name in ("tester/kernels", "publisher/kernels")}
+        files = hub.files("tester/kernels", "v1")
     assert result.returncode == 0, result.stderr
     untrusted, trusted, other, main, empty, publisher = result.stdout.splitlines()
     assert "`tester/kernels` cannot be loaded: ValueError" in untrusted and "trust_remote_code=True" in untrusted
     assert trusted == f"tester/kernels from {refs['tester/kernels']['refs/heads/v1']}"
     assert other == f"tester/kernels@other from {refs['tester/kernels']['refs/heads/other']}"
+    assert not any("cache" in path for path in files)
     assert "`tester/kernels@main` cannot be loaded: " in main
     assert "`tester/empty` cannot be loaded: ValueError: Version 1 not found" in empty
     assert publisher == f"publisher/kernels from {refs['publisher/kernels']['refs/heads/v1']}"
