@@ -83,8 +83,8 @@ def check_functions(name: str, kernels: ModuleType):
         raise ValueError(f"The kernels of `{name}` {found}, but attnres needs version {KERNELS_VERSION}. {way_out}")
     for function, parameters in FUNCTIONS.items():
         try:
-            found = ", ".join(inspect.signature(getattr(kernels, function, None)).parameters)
-        except (TypeError, ValueError):  # it is not a function, or is not one of Python
+            found = ", ".join(inspect.signature(getattr(kernels, function)).parameters)
+        except (AttributeError, TypeError, ValueError):  # it is missing, no function, or not one of Python
             found = None
         if found != parameters:
             raise ValueError(f"The kernels of `{name}` have no function {function}({parameters}). {way_out}")
