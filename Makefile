@@ -26,9 +26,9 @@ BIN := $(VENV)/bin
 PIP_OPTIONS := --quiet --no-compile
 # The first process to import a module writes its bytecode, which all that the tests start then have
 export PYTHONDONTWRITEBYTECODE :=
-# transformers imports it wherever it is installed, which takes an eighth of the time that a process needs to start. So
-# the one test that needs it finds it in a folder of its own
-BESIDE := hqq einops termcolor
+# transformers imports hqq and kernels wherever they are installed, and hqq takes an eighth of the time that a process needs
+# to start. So the tests that need them find them in a folder of its own
+BESIDE := hqq einops termcolor kernels
 
 BASE ?= llama
 BLOCK_SIZE ?= 2

@@ -15,7 +15,7 @@ from ..depth.backends import describe, set_backend
 from ..depth.definition import depth_attention_reference
 from ..depth.kernels import fused_read, module_of
 from ..depth.stream import DepthStream
-from ..depth.trial import trial
+from ..depth.trial import check_kernels, trial
 from ..utils.timing import alternate, peak_bytes
 from .twin import SHAPES, TWIN, Case, Models, make_models, make_twin, record_of, with_layers, work
 
@@ -50,7 +50,7 @@ def use(backend: str):
 
 def try_kernels(dtype: str, *, device: str, seconds: float) -> str:
     use("triton")
-    module_of("triton").try_on(torch.device(device), getattr(torch, dtype))
+    check_kernels(module_of("triton"), torch.device(device), getattr(torch, dtype))
     return "right"
 
 

@@ -18,6 +18,7 @@ ENVIRONMENT = {
     "torch": "torch",
     "triton": "triton",
     "flash-linear-attention": "fla",
+    "kernels": "kernels",
     "accelerate": "accelerate",
     "peft": "peft",
     "datasets": "datasets",

@@ -5,7 +5,8 @@ A backend is a set of functions on tensors. Streams and the block cache ask here
 
 - `torch`: operations of torch, which are always there;
 - `triton`: the kernels of `triton_kernels`;
-- `fla`: one kernel of flash-linear-attention for the paper's read in training, and those of `triton` for all else.
+- `fla`: one kernel of flash-linear-attention for the paper's read in training, and those of `triton` for all else;
+- the kernels of a repository, which have the functions of `triton_kernels`.
 
 By default (`auto`) those that are installed are tried where the first read happens, on a few numbers and then for
 their time, and the fastest one that computes what the definition says is taken. `set_backend`, or the environment
@@ -15,22 +16,24 @@ where two backends are about as fast: a run that has to be repeated bit for bit 
 
 import functools
 import os
+from pathlib import Path
 from types import ModuleType
 
 import torch
 from transformers.utils import logging
 
-from .kernels import INSTALL, module_of
-from .trial import NOT_INSTALLED, WITHOUT_TRITON, trial
+from .kernels import INSTALL, load_kernels, module_of, names_repository
+from .trial import NOT_INSTALLED, WITHOUT_TRITON, check_kernels, trial
 
 
 logger = logging.get_logger(__name__)
 
 BACKENDS = ("auto", "reference", "torch", "triton", "fla")
 _backend = "auto"
+_loaded: ModuleType | None = None  # the kernels of a repository, if these were chosen
 
 
-def set_backend(name: str):
+def set_backend(name: str, trust_remote_code: bool = False):
     """Choose how reads over depth are computed, in all models of this process.
 
     Args:
@@ -40,23 +43,30 @@ def set_backend(name: str):
             - `triton` and `fla`: kernels for GPUs. They are used for tensors on a GPU in fp32 or half precision, if
               the model is not compiled (a compiler fuses the operations itself), and `torch` otherwise.
             - `reference`: the definition in plain operations, without a block cache, for comparison.
+            - a kernel repository: `owner/name` or `owner/name@revision` on the Hub, or a folder (`./owner/name` if it
+              looks like an id). The package `kernels` loads it and runs its code. The kernels are used in place of
+              `triton`'s, and are compared with the definition at the first read on a device.
+        trust_remote_code: Run the code of a repository on the Hub whose publisher `kernels` does not trust.
 
     Raises:
         ValueError: if the backend does not exist or is not available here.
     """
-    global _backend
-    if name not in BACKENDS:
-        raise ValueError(f"`{name}` is not a backend; there are {', '.join(BACKENDS)}.")
-    if name in INSTALL:
-        if not torch.cuda.is_available() and (name == "fla" or not _is_interpreted()):
-            way_out = ", or TRITON_INTERPRET=1 to try it slowly on a CPU" if name == "triton" else ""
+    global _backend, _loaded
+    if name not in BACKENDS and not names_repository(name):
+        repository = "the `owner/name` of a kernel repository, and a folder that has one"
+        raise ValueError(f"`{name}` is not a backend; there are {', '.join(BACKENDS)}, {repository}.")
+    if name not in ("auto", "reference", "torch") and not torch.cuda.is_available():
+        if name == "fla" or not _is_interpreted():
+            way_out = "" if name == "fla" else ", or TRITON_INTERPRET=1 to try it slowly on a CPU"
             raise ValueError(f"The backend `{name}` needs a GPU{way_out}.")
+    if name in INSTALL:
         try:
             module_of(name)
         except ModuleNotFoundError as error:
             package = "Triton" if name == "triton" else "flash-linear-attention"
             raise ValueError(f"The backend `{name}` needs {package}: {INSTALL[name]}") from error
-    _backend = name
+    loaded = None if name in BACKENDS else load_kernels(name, trust_remote_code)
+    _backend, _loaded = name, loaded
 
 
 def get_backend() -> str:
@@ -75,19 +85,34 @@ def _is_interpreted() -> bool:
 
 def kernels_for(tensor: torch.Tensor) -> ModuleType | None:
     """The module of kernels for operations on this tensor, `None` if they are torch's."""
-    return module_of("triton") if use_kernels(tensor) else None
+    if not use_kernels(tensor):
+        return None
+    if _loaded is None:
+        return module_of("triton")
+    check_loaded(_loaded, tensor.device, tensor.dtype)
+    return _loaded
+
+
+@functools.cache
+def check_loaded(kernels: ModuleType, device: torch.device, dtype: torch.dtype):
+    """Raise an `ArithmeticError` if the kernels of a repository do not compute what the definition says."""
+    try:
+        check_kernels(kernels, device, dtype)
+    except ArithmeticError as error:
+        way_out = "`attnres.set_backend('triton')` uses those of attnres"
+        raise ArithmeticError(f"The kernels of `{_backend}`, for {dtype} on {device}: {error}; {way_out}.") from error
 
 
 def use_kernels(tensor: torch.Tensor) -> bool:
-    """Whether operations on this tensor are those of `triton_kernels`."""
-    return backend_of(tensor) in ("triton", "fla")
+    """Whether operations on this tensor are those of `triton_kernels`, or of a repository."""
+    return backend_of(tensor) not in ("reference", "torch")
 
 
 def backend_of(tensor: torch.Tensor) -> str:
-    """What computes reads over sources like this one: `reference`, `torch`, `triton` or `fla`."""
+    """What computes reads over sources like this one: `reference`, `torch`, `triton`, `fla` or a repository."""
     if uses_definition():
         return "reference"
-    if not tensor.is_cuda and not (_backend == "triton" and _is_interpreted()):
+    if not tensor.is_cuda and not ((_backend == "triton" or _loaded is not None) and _is_interpreted()):
         return "torch"
     if _backend == "torch" or tensor.dtype == torch.float64 or torch.compiler.is_compiling():
         return "torch"
@@ -131,6 +156,8 @@ def describe() -> list[str]:
                 for name, result in trial(device, dtype).items()
             ]
             lines.append(f"{where}: {choose(device, dtype)}, by a trial of a read ({', '.join(results)})")
+    if _loaded is not None:
+        lines.append(f"kernels of {_backend}: {Path(str(_loaded.__file__)).parent}")
     return lines
 
 

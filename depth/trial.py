@@ -3,6 +3,7 @@
 
 import functools
 from collections.abc import Callable
+from types import ModuleType
 
 import torch
 
@@ -25,7 +26,7 @@ def trial(device: torch.device, dtype: torch.dtype) -> dict[str, float | str]:
                 results[name] = WITHOUT_TRITON
                 continue
             if name == "triton":
-                module_of("triton").try_on(device, dtype)
+                check_kernels(module_of("triton"), device, dtype)
             elif name == "fla":
                 check_fused_read(device, dtype)
             results[name] = seconds_of(name, device, dtype)
@@ -34,6 +35,67 @@ def trial(device: torch.device, dtype: torch.dtype) -> dict[str, float | str]:
         except Exception as error:
             results[name] = f"{type(error).__name__}: {error}"
     return results
+
+
+@torch.inference_mode(False)
+@torch.enable_grad()
+def check_kernels(kernels: ModuleType, device: torch.device, dtype: torch.dtype):
+    """Hold the four functions of a module of kernels to their definition on a few numbers.
+
+    Raises:
+        ArithmeticError: if one computes something else.
+    """
+    generator = torch.Generator("cpu").manual_seed(0)
+
+    def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=generator, dtype=torch.float32, device="cpu").to(device, dtype)
+
+    # 2 tokens, 3 closed sources, 2 local ones, 2 sites, and a hidden size that is no power of 2
+    queries, mix, state, norm_weight = random(2, 96) / 10, random(2, 96), random(2, 1), random(96, dtype=dtype)
+    closed, local = list(random(3, 2, 96, dtype=dtype)), list(random(2, 2, 96, dtype=dtype))
+    grad_mixes, grad_states, grad = random(2, 2, 96), random(2, 2, 1), random(2, 96, dtype=dtype)
+
+    mixes, states, *saved = kernels.read_closed(queries, closed, 1.0)
+    grad_queries, grad_closed = kernels.read_closed_backward(
+        [*grad_mixes], [*grad_states], queries, closed, states, *saved
+    )
+    arguments, of_norm = (queries[0], mix, state, local), ((norm_weight, 1.0), 3)
+    grads = kernels.merge_backward(grad, *arguments, 1.0, *of_norm)
+    actual = {
+        "read_closed": [mixes, states],
+        "read_closed_backward": [grad_queries, *grad_closed],
+        "merge": [kernels.merge(*arguments, dtype, 1.0, *of_norm)],
+        "merge_backward": [*grads[:-1], *grads[-1]],
+    }
+
+    def leaves(*tensors: torch.Tensor) -> list[torch.Tensor]:
+        return [tensor.double().requires_grad_() for tensor in tensors]
+
+    def normed(rows: torch.Tensor, eps: float = 1.0) -> torch.Tensor:
+        return rows * (rows.square().mean(-1, keepdim=True) + eps).rsqrt()
+
+    queries, *closed = of_closed = leaves(queries, *closed)
+    values = torch.stack(closed, dim=1)
+    scores = (normed(values) @ queries.mT).mT  # [tokens, sites, sources]
+    outputs = [(scores.softmax(-1) @ values).transpose(0, 1), scores.logsumexp(-1, keepdim=True).transpose(0, 1)]
+    query, mix, state, norm_weight, *local = of_merge = leaves(queries[0].detach(), mix, state, norm_weight, *local)
+    values = torch.stack(local, dim=1)
+    merge_weights = torch.cat([state, normed(values) @ query], dim=-1).softmax(-1)
+    merged_mix = 3 * (merge_weights[:, None] @ torch.cat([mix[:, None], values], dim=1))[:, 0]
+    result = normed(merged_mix) * norm_weight
+    expected = {
+        "read_closed": outputs,
+        "read_closed_backward": torch.autograd.grad(outputs, of_closed, [grad_mixes.double(), grad_states.double()]),
+        "merge": [result],
+        "merge_backward": torch.autograd.grad(result, of_merge, grad.double()),
+    }
+    # in fp32 sums of 96 products, in a half precision the rounding of the result and of what it is made of
+    tolerance = max(1e-5, 4 * torch.finfo(dtype).eps)
+    for name, results in actual.items():
+        for tensor, definition in zip(results, expected[name], strict=True):
+            error = (tensor.detach().double() - definition).abs().max() / definition.abs().max()
+            if not error <= tolerance:
+                raise ArithmeticError(f"`{name}` is off by {error:.1e}")
 
 
 def check_fused_read(device: torch.device, dtype: torch.dtype):

@@ -181,7 +181,37 @@ def test_auto_without_triton(as_on_a_gpu, few_ids, monkeypatch, caplog):
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.enable_grad, torch.inference_mode])
 def test_trial(dtype, mode):
     with mode():
-        module_of("triton").try_on(torch.device("cpu"), dtype)
+        depth_trial.check_kernels(module_of("triton"), torch.device("cpu"), dtype)
+
+
+@needs_triton
+@pytest.mark.parametrize("broken", sorted(KERNELS))
+def test_trial_of_a_kernel_that_is_wrong(broken, monkeypatch):
+    kernels = module_of("triton")
+    function = getattr(kernels, broken)
+
+    def wrong(*args, **kwargs):
+        results = function(*args, **kwargs)
+        return results * 1.001 if isinstance(results, torch.Tensor) else (results[0] * 1.001, *results[1:])
+
+    monkeypatch.setattr(kernels, broken, wrong)
+    with pytest.raises(ArithmeticError, match=f"`{broken}` is off by 1"):
+        depth_trial.check_kernels(kernels, torch.device("cpu"), torch.float32)
+
+
+@needs_triton
+@pytest.mark.slow
+@pytest.mark.parametrize("heads", ["1", "4"])
+@pytest.mark.parametrize("target", ["sm_90", "gfx942"])
+def test_kernels_compile_for_gpus(target, heads, tmp_path):
+    """To machine code, which needs no GPU, without spills, and with rows in loads and stores of 16 bytes."""
+    tool = Path(__file__).parent / "tools" / "compile_kernels.py"
+    command = [sys.executable, tool, "--targets", target, "--hidden", "1024", "--heads", heads]
+    environment = os.environ | {"TRITON_CACHE_DIR": str(tmp_path)}
+    result = subprocess.run(command, env=environment, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    rows = result.stdout.splitlines()[2:]
+    assert len(rows) == 10 and all(row.endswith(", 0 B |") for row in rows), result.stdout
 
 
 @needs_triton

@@ -5,10 +5,11 @@
         subprocess.run([sys.executable, script], env={**os.environ, **hub.env()}, check=True)
         assert "config.json" in hub.files("tester/model")
 
-The client reads `HF_ENDPOINT` when it is imported, hence the fresh process. Model repositories only. Every repository
-is a folder under the root: `repo.json` with its settings, refs and commits, and `blobs/` named by their etag (the git
-sha1 of a regular file, the sha256 of an LFS one). One token owns everything. A client with another token is a
-signed-in stranger: like one without a token, it reads what is public and writes nothing.
+The client reads `HF_ENDPOINT` when it is imported, hence the fresh process. Repositories of models and kernels,
+which share their names. Every repository is a folder under the root: `repo.json` with its settings, refs and commits,
+and `blobs/` named by their etag (the git sha1 of a regular file, the sha256 of an LFS one). One token owns everything.
+A client with another token is a signed-in stranger: like one without a token, it reads what is public and writes
+nothing.
 """
 
 import base64
@@ -27,6 +28,7 @@ from urllib.parse import parse_qs, unquote, urlsplit
 LFS_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".npz", ".parquet", ".zip", ".gz")
 LFS_SIZE = 10 * 1024 * 1024  # the Hub stores larger files with LFS whatever their name is
 CHUNK = 1024 * 1024
+KIND = "/api/(?:model|kernel)s"
 REPO, REV, LFS_OID = r"(?P<repo_id>[^/]+(?:/[^/]+)?)", r"(?P<rev>[^/]+)", r"(?P<oid>[0-9a-f]{64})"
 ROUTES = []
 
@@ -78,7 +80,8 @@ class LoopbackHub:
     """Serves the repositories under `root`, those of an earlier hub included, from `with` on.
 
     `requests` lists every request as "METHOD path", without the query. `repos` maps a repo id to its live record:
-    `private`, `gated` (False, "auto" or "manual"), `refs` and `commits`; a test may change the first two.
+    `private`, `gated` (False, "auto" or "manual"), `refs` and `commits`; a test may change the first two. `trusted`
+    has the organizations whose kernels may run.
     """
 
     user = "tester"
@@ -87,6 +90,7 @@ class LoopbackHub:
     def __init__(self, root):
         self.root = Path(root).resolve()
         self.repos, self.requests, self.failures, self.lock = {}, [], [], threading.RLock()
+        self.trusted = set()
         for record in self.root.glob("repos/*/*/repo.json"):
             self.repos[f"{record.parts[-3]}/{record.parts[-2]}"] = json.loads(record.read_text())
 
@@ -262,8 +266,8 @@ class Handler(BaseHTTPRequestHandler):
         self.check_owner()
         wanted = json.load(self.body)
         repo_id = f"{wanted.get('organization') or self.hub.user}/{wanted['name']}"
-        if wanted.get("type", "model") != "model" or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id):
-            raise Refused(400, f"Not the name of a model repository: {repo_id}")
+        if wanted.get("type", "model") not in ("model", "kernel") or not re.fullmatch(r"\w[\w.-]*/\w[\w.-]*", repo_id):
+            raise Refused(400, f"Not the name of a model or a kernel: {repo_id}")
         answer = {"url": f"{self.hub.endpoint}/{repo_id}", "name": repo_id}
         # The field was called `private` before it was called `visibility`.
         private = bool(wanted.get("private")) or wanted.get("visibility") == "private"
@@ -278,7 +282,7 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.commit(repo_id, "refs/heads/main", None, files, "initial commit")
         self.reply(answer)
 
-    @route(f"POST /api/models/{REPO}/(?P<kind>branch|tag)/{REV}")
+    @route(f"POST {KIND}/{REPO}/(?P<kind>branch|tag)/{REV}")
     def create_ref(self, repo_id, kind, rev):
         refs, wanted = self.open(repo_id, write=True)["refs"], json.load(self.body)
         # A new branch is named in the path and a new tag in the body; the other one says where it starts.
@@ -291,7 +295,7 @@ class Handler(BaseHTTPRequestHandler):
             self.hub.set_ref(repo_id, ref, self.hub.tree(repo_id, start)[0])
         self.reply({})
 
-    @route(f"GET /api/models/{REPO}(?:/revision/{REV})?")
+    @route(f"GET {KIND}/{REPO}(?:/revision/{REV})?")
     def info(self, repo_id, rev):
         repo = self.open(repo_id)
         history, files = self.hub.history(repo_id, rev or "main"), self.hub.tree(repo_id, rev or "main")[1]
@@ -309,7 +313,30 @@ class Handler(BaseHTTPRequestHandler):
         fields = {"tags": card.get("tags", []), **{key: card.get(key) for key in ("library_name", "pipeline_tag")}}
         self.reply({**ids, **times, **about, **fields, "cardData": card, "siblings": siblings, "spaces": []})
 
-    @route(f"GET /api/models/{REPO}/tree/{REV}(?:/(?P<folder>.+))?")
+    @route(f"GET {KIND}/{REPO}/refs")
+    def list_refs(self, repo_id):
+        refs = self.open(repo_id)["refs"].items()
+        kinds = {"branches": "refs/heads/", "tags": "refs/tags/"}
+        self.reply(
+            {
+                kind: [
+                    {"name": ref.removeprefix(prefix), "ref": ref, "targetCommit": oid}
+                    for ref, oid in refs
+                    if ref.startswith(prefix)
+                ]
+                for kind, prefix in kinds.items()
+            }
+            | {"converts": []}
+        )
+
+    @route("GET /api/organizations/(?P<name>[^/]+)/overview")
+    def organization(self, name):
+        """Of an organization whose kernels may run, if it is in `trusted`. No other has an overview."""
+        if name not in self.hub.trusted:
+            raise Refused(404, f"There is no organization {name}")
+        self.reply({"name": name, "fullname": name, "trustedKernelPublisher": True})
+
+    @route(f"GET {KIND}/{REPO}/tree/{REV}(?:/(?P<folder>.+))?")
     def list_tree(self, repo_id, rev, folder):
         self.open(repo_id)
         files, base = self.hub.tree(repo_id, rev)[1], f"{folder}/" if folder else ""
@@ -328,7 +355,7 @@ class Handler(BaseHTTPRequestHandler):
                 items[path]["lastCommit"] = {"id": oid, "title": commit["message"], "date": commit["date"]}
         self.reply([items[path] for path in inside])
 
-    @route(f"POST /api/models/{REPO}/preupload/{REV}")
+    @route(f"POST {KIND}/{REPO}/preupload/{REV}")
     def preupload(self, repo_id, rev):
         self.open(repo_id, write=True)
         there, answers = self.hub.tree(repo_id, rev)[1], []
@@ -373,7 +400,7 @@ class Handler(BaseHTTPRequestHandler):
             raise Refused(404, "The object was not uploaded")
         self.reply({})
 
-    @route(f"POST /api/models/{REPO}/commit/{REV}")
+    @route(f"POST {KIND}/{REPO}/commit/{REV}")
     def commit(self, repo_id, rev):
         refs, ref = self.open(repo_id, write=True)["refs"], rev if rev.startswith("refs/") else f"refs/heads/{rev}"
         with self.hub.lock:
@@ -405,7 +432,7 @@ class Handler(BaseHTTPRequestHandler):
         answer = {"success": True, "commitUrl": f"{url}/commit/{oid}", "commitOid": oid}
         self.reply({**answer, "pullRequestUrl": f"{url}/discussions/{number}" if pull_request else None})
 
-    @route(f"(?:GET|HEAD) /{REPO}/resolve/{REV}/(?P<path>.+)")
+    @route(f"(?:GET|HEAD) (?:/kernels)?/{REPO}/resolve/{REV}/(?P<path>.+)")
     def resolve(self, repo_id, rev, path):
         if self.open(repo_id)["gated"] and not self.owner:  # everybody sees the file list of a gated repository
             raise Refused(403 if self.signed_in else 401, f"Access to model {repo_id} is restricted", "GatedRepo")

@@ -21,6 +21,7 @@ READS = ("tests/test_reads.py",)
 MERGING = ("tests/test_merging.py",)
 RECORDER = ("tests/test_recorder.py",)
 PRUNE = ("tests/test_prune.py",)
+HUB_KERNELS = ("tests/test_hub_kernels.py",)
 GRADIENTS = ("tests/test_gradients.py",)
 PRETRAINING = ("tests/test_pretrain.py",)
 # Which slow tests of a file are run where the fast ones have not failed, as `pytest -k` takes it
@@ -230,6 +231,11 @@ MUTATIONS = [
     ("conversion/layers.py", "elif number is not None and layers[number] in layers[:number]:", "elif False:", PRUNE),
     ("conversion/layers.py", "sum(old < value for old in layers)", "value", PRUNE),
     ("conversion/pruning.py", "            layers.remove(cheapest)", "            layers.pop()", PRUNE),
+    # Kernels of a repository
+    ("depth/kernels.py", "    if version != KERNELS_VERSION:", "    if False:", HUB_KERNELS),
+    ("depth/kernels.py", "        if on_the_hub is None:", "        if on_the_hub is None or Path(name).is_dir():", HUB_KERNELS),
+    ("depth/kernels.py", "trust_remote_code=trust_remote_code)", "trust_remote_code=True)", HUB_KERNELS),
+    ("depth/backends.py", "    check_loaded(_loaded, tensor.device, tensor.dtype)\n", "", HUB_KERNELS),
 ]  # fmt: skip
 
 
