@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Which decoders and encoders can be a base: what was measured of every type of transformers."""
+"""Which types of models can be a base: what was measured of every type of transformers."""
 
 import difflib
 import json
@@ -35,9 +35,11 @@ def survey(types: Sequence[str] | None = None) -> dict[str, Any]:
         ValueError: for a type that was not measured.
     """
     found = json.loads(RESULTS.read_text(encoding="utf-8"))
-    for kind, types_of_kind in json.loads(ENCODERS.read_text(encoding="utf-8")).items():
-        if kind in KINDS:
-            found[kind] |= types_of_kind
+    encoders = json.loads(ENCODERS.read_text(encoding="utf-8"))
+    of_encoders = {name for kind in KINDS for name in encoders.get(kind, ())}
+    for kind in KINDS:  # of some the decoder alone is no base, and the whole model is
+        others = {name: value for name, value in found[kind].items() if name not in of_encoders}
+        found[kind] = others | encoders.get(kind, {})
     known = sorted(name for kind in KINDS for name in found[kind])
     for name in types or []:
         if name not in known:

@@ -1,5 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Encoders of text and vision transformers: as their base, as the definition, converted, saved and trained."""
+"""Encoders of text and vision transformers: as their base, as the definition, converted, saved and trained.
+
+Encoder-decoders are compared with both here, and have tests of their own in `test_encoder_decoders.py`.
+"""
 
 import copy
 import filecmp
@@ -30,11 +33,11 @@ from transformers import (
     AutoModelForImageClassification,
     AutoModelForMaskedLM,
     AutoModelForSequenceClassification,
+    BartConfig,
     BertConfig,
     PreTrainedTokenizerFast,
     ResNetConfig,
     Swin2SRConfig,
-    T5Config,
     Trainer,
     TrainingArguments,
     ViTImageProcessor,
@@ -51,7 +54,7 @@ from attnres.conversion.probe_report import probe_report
 
 
 SUPPORTED = json.loads(ENCODERS.read_text())["supported"]
-FAST = ("clip_vision_model", "dinov2", "esm", "modernbert", "siglip_vision_model", "vit")
+FAST = ("clip_vision_model", "dinov2", "esm", "modernbert", "siglip_vision_model", "t5", "vit", "whisper")
 EVERY_HEAD = [
     pytest.param(name, head, marks=() if name in FAST else pytest.mark.slow, id=f"{name}-{head}")
     for name, found in SUPPORTED.items()
@@ -351,7 +354,7 @@ def test_from_scratch_and_remote_code(tmp_path):
     [
         (BertConfig(), "BertLayer does more to the residual stream"),
         (ResNetConfig(), "its layers are not one stack"),
-        (T5Config(), "no causal language model and no encoder of this type"),
+        (BartConfig(), "BartEncoderLayer does more to the residual stream"),
         # The same position embeddings are added for all images, in front of each layer
         (YolosConfig(num_hidden_layers=3), "in front of layer 1, a YolosLayer"),
         # A stage adds its outputs to its input, and within it layers do so with other streams
