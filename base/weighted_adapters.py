@@ -31,9 +31,13 @@ def with_queries(add_weighted_adapter: Callable) -> Callable:
 
     @functools.wraps(add_weighted_adapter)
     def add(self, adapters: Sequence[str], weights: Sequence[float], adapter_name: str, *args, **kwargs):
-        modules = self.model.modules()
-        trunk: Any = next((m for m in modules if hasattr(getattr(m, QUERIES, None), "modules_to_save")), None)
-        have_queries = trunk is not None and any(name in trunk.depth_queries.modules_to_save for name in adapters)
+        # Those of a decoder, or of the encoder and the decoder
+        wrappers: dict[Any, Any] = {
+            stack: stack.depth_queries
+            for stack in self.model.modules()
+            if hasattr(getattr(stack, QUERIES, None), "modules_to_save")
+        }
+        have_queries = any(name in wrapper.modules_to_save for wrapper in wrappers.values() for name in adapters)
         if adapter_name in self.peft_config or not have_queries:  # a name that is taken changes nothing, as in PEFT
             return add_weighted_adapter(self, adapters, weights, adapter_name, *args, **kwargs)
         if len(adapters) != len(weights):
@@ -41,17 +45,19 @@ def with_queries(add_weighted_adapter: Callable) -> Callable:
         given = signature.bind(self, adapters, weights, adapter_name, *args, **kwargs)
         given.apply_defaults()
         combine = combination(given.arguments) if len(adapters) > 1 else combination({})
-        wrapper: Any = trunk.depth_queries
-        trunk.depth_queries = wrapper.original_module  # in which PEFT finds nothing to refuse
+        for stack, wrapper in wrappers.items():
+            stack.depth_queries = wrapper.original_module  # in which PEFT finds nothing to refuse
         try:
             _add_updates(add_weighted_adapter, self, adapters, weights, adapter_name, *args, **kwargs)
         finally:
-            trunk.depth_queries = wrapper
+            for stack, wrapper in wrappers.items():
+                stack.depth_queries = wrapper
         config = self.peft_config[adapter_name]
         others = [name for name in config.modules_to_save or () if not name.endswith(QUERIES)]
         config.modules_to_save = [*others, QUERIES]
-        wrapper.update(adapter_name)
-        combine_queries(wrapper, adapters, weights, adapter_name, combine)
+        for wrapper in wrappers.values():
+            wrapper.update(adapter_name)
+            combine_queries(wrapper, adapters, weights, adapter_name, combine)
 
     return add
 

@@ -330,6 +330,33 @@ def test_trained_with_trainer_and_peft(tmp_path):
         assert torch.equal(found, expected)
 
 
+def test_adapters_combined_and_mixed_in_a_batch():
+    """In both stacks: a weighted sum of two adapters, and rows of one batch that have one adapter each."""
+    native = native_encoder(*T5)
+    inputs = inputs_of(native)
+    config = LoraConfig(target_modules=["q"], modules_to_save=["depth_queries"], init_lora_weights=False)
+    model = get_peft_model(converted_encoder(native, T5[1], 2), config, adapter_name="first")
+    model.add_adapter("second", config)
+    stacks = model.base_model.model.stacks
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for stack in stacks:
+            for name in ("first", "second"):
+                query = stack.depth_queries.modules_to_save[name].query
+                query.copy_(torch.randn(query.shape, generator=generator))
+    model.eval().add_weighted_adapter(["first", "second"], [0.25, 0.5], "both", combination_type="linear")
+    for stack in stacks:
+        copies = stack.depth_queries.modules_to_save
+        torch.testing.assert_close(copies["both"].query, 0.25 * copies["first"].query + 0.5 * copies["second"].query)
+    with torch.no_grad():
+        alone = []
+        for row, name in enumerate(("first", "second")):
+            model.set_adapter(name)
+            alone.append(model(**{key: value[row : row + 1] for key, value in inputs.items()}).logits)
+        mixed = model(**inputs, adapter_names=["first", "second"]).logits
+    assert relative(mixed, torch.cat(alone)) < 1e-12
+
+
 def test_layers_that_are_left_out_at_random():
     config = AttnResConfig.from_base_config(encoder_config("m2m_100", encoder_layerdrop=0.5), num_blocks=3)
     model = AttnResForSeq2SeqLM(config)

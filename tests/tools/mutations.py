@@ -21,6 +21,7 @@ READS = ("tests/test_reads.py",)
 MERGING = ("tests/test_merging.py",)
 RECORDER = ("tests/test_recorder.py",)
 PRUNE = ("tests/test_prune.py",)
+ENCODER_DECODERS = ("tests/test_encoder_decoders.py",)
 HUB_KERNELS = ("tests/test_hub_kernels.py",)
 GRADIENTS = ("tests/test_gradients.py",)
 PRETRAINING = ("tests/test_pretrain.py",)
@@ -122,9 +123,9 @@ MUTATIONS = [
     ("data/packing.py", "if gradient[:, :first].count_nonzero() == 0:", "if True:", ("tests/test_finetune_data.py",)),
     ("multimodal_attnres.py", "self.text_config = AttnResConfig.from_dict(self.text_config or {})", "pass", ("tests/test_multimodal.py",)),
     ("depth/tensor_like.py", "newest[self.mask] + added)", "newest[self.mask])", ("tests/test_depth_stream.py",)),
-    ("base/config.py", "if not has_lm_head and (inside or is_encoder", "if (inside or is_encoder", ("tests/test_multimodal.py", "tests/test_encoders.py")),
+    ("base/config.py", "if not has_lm_head and (inside or has_own", "if (inside or has_own", ("tests/test_multimodal.py", "tests/test_encoders.py")),
     ("multimodal_attnres.py", "    base_model = PreTrainedModel.base_model", "    pass", ("tests/test_multimodal.py",)),
-    ("modeling_attnres.py", "trunk.__class__ = combined_class(AttnResModel, type(trunk), trunk.config.base_model_type)", "pass", ("tests/test_multimodal.py",)),
+    ("modeling_attnres.py", "part.__class__ = combined_class(ours, type(part), part.config.base_model_type)", "pass", ("tests/test_multimodal.py",)),
     ("configuration_attnres.py", "def validate_layer_type(self):", "def validate_nothing(self):", ("tests/test_decoders.py",)),
     ("configuration_attnres.py", "return member.fget(self)", "return member.__get__(self, type(self))", ("tests/test_decoders.py",)),
     ("depth/tensor_like.py", "if name in _IN_PLACE:", 'if name.endswith("_"):', ("tests/test_decoders.py",)),
@@ -215,13 +216,13 @@ MUTATIONS = [
     ("depth/stream.py", "stream._replaced(blocks=closed, outputs=of_open_block)", "stream._replaced(blocks=closed)", RECORDER),
     ("depth/stream.py", "partial=of_open_block[0] if of_open_block else None", "partial=stream.partial", RECORDER),
     ("base/forward.py", "                depth_recorder.check_read()", "                pass", RECORDER),
-    ("base/probe.py", "return torch.zeros(2, getattr", "return torch.zeros(1, getattr", ("tests/test_encoders.py",)),
+    ("base/probe.py", "return {name: torch.zeros(2, getattr", "return {name: torch.zeros(1, getattr", ("tests/test_encoders.py",)),
     ("base/probe.py", "if probed.furthest_site > stream.site:", "if False:", ("tests/test_encoders.py",)),
     ("configuration_attnres.py", "CONFIG_MAPPING[base_model_type].__mro__", "base_config_class(base_model_type).__mro__", ("tests/test_encoders.py",)),
     ("modeling_attnres.py", '"__init__": base.__init__}', "}", ("tests/test_encoders.py",)),
     # Adapters, combined and mixed
     ("base/weighted_adapters.py", "wide(queries.get_parameter(name)) - of_model for", "wide(queries.get_parameter(name)) for", MERGING),
-    ("base/weighted_adapters.py", "            trunk.depth_queries = wrapper\n", "            pass\n", MERGING),
+    ("base/weighted_adapters.py", "                stack.depth_queries = wrapper\n", "                pass\n", MERGING),
     ("depth/queries.py", "names is None or depth_queries.disable_adapters", "names is None", MERGING),
     ("depth/other_reads.py", "torch.addcmul(learned.unsqueeze(1), query, gamma.unsqueeze(1))", "(learned.unsqueeze(1) + query)", MERGING),
     ("depth/other_reads.py", "{\"read_config\": replace(read_config, query=\"hybrid\"), ", "{\"read_config\": read_config, ", MERGING),
@@ -236,6 +237,23 @@ MUTATIONS = [
     ("depth/kernels.py", "        if on_the_hub is None:", "        if on_the_hub is None or Path(name).is_dir():", HUB_KERNELS),
     ("depth/kernels.py", "trust_remote_code=trust_remote_code)", "trust_remote_code=True)", HUB_KERNELS),
     ("depth/backends.py", "    check_loaded(_loaded, tensor.device, tensor.dtype)\n", "", HUB_KERNELS),
+    # Encoder-decoders
+    ("modeling_attnres.py", "AttnResDepthQueries(stack.config, sum(sublayers) + 1)", "AttnResDepthQueries(stack.config, sum(sublayers) + 2)", ENCODER_DECODERS),
+    ("modeling_attnres.py", "config.attn_res_sublayers = None  # of another", "pass  # of another", ENCODER_DECODERS),
+    ("modeling_attnres.py", "inside = [module for layer in layers for module in layer.modules()]", "pass", ENCODER_DECODERS),
+    ("base/forward.py", "for stack, recorder in of_stacks if stack is self", "for stack, recorder in of_stacks", ENCODER_DECODERS),
+    ("base/forward.py", "            FORWARD_CONTEXT.recorders = None\n", "            pass\n", ENCODER_DECODERS),
+    ("base/forward.py", "if self.training and getattr(self, \"layerdrop\", 0):", "if False:", ENCODER_DECODERS),
+    ("base/forward.py", "if kwargs.pop(\"depth_recorder\", None) is not None:", "if False:", ENCODER_DECODERS),
+    ("depth/tensor_like.py", "return self.on_newest(lambda newest: function(newest, *args, **kwargs))", "return self", ENCODER_DECODERS),
+    ("configuration_attnres.py", "num_sublayers = max(map(sum, stacks))", "num_sublayers = sum(map(sum, stacks))", ENCODER_DECODERS),
+    ("configuration_attnres.py", "if name not in own}\n\n    def _remove", "}\n\n    def _remove", ENCODER_DECODERS),
+    ("conversion/converter.py", "return -(-max(map(sum, config.sublayers_of_stacks()))", "return -(-sum(map(sum, config.sublayers_of_stacks()))", ENCODER_DECODERS),
+    ("conversion/checks.py", "if depth != len(sublayers):", "if False:", ENCODER_DECODERS),
+    ("base/probe.py", "base_config.is_encoder_decoder = True", "pass", ENCODER_DECODERS),
+    ("checkpoints/checkpoint.py", "full = [prefix + name for prefix in self.query_prefixes for", "full = [prefix + name for prefix in self.query_prefixes[:1] for", ENCODER_DECODERS),
+    ("base/weighted_adapters.py", "        for wrapper in wrappers.values():\n            wrapper.update", "        for wrapper in [*wrappers.values()][:1]:\n            wrapper.update", ENCODER_DECODERS),
+    ("base/families.py", "if name not in of_encoders}", "}", ("tests/test_cli.py",)),
 ]  # fmt: skip
 
 
