@@ -164,6 +164,7 @@ class AttnResPreTrainedModel(PreTrainedModel):
     @property
     def stacks(self) -> list[PreTrainedModel]:
         """The parts with a residual stream each: the encoder and the decoder of an encoder-decoder, else the trunk."""
+        # CODEPATH: T5, Whisper and the like have two, and all other bases one
         return stacks_of(self) if is_encoder_decoder(self.config.base_model_type) else [self.trunk]
 
     @property
@@ -289,12 +290,12 @@ class AttnResStack(AttnResPreTrainedModel):
             # Methods, which a copy of the model binds to the copy
             layer.register_forward_pre_hook(self.enter_layer, with_kwargs=True)
             layer.register_forward_hook(self.leave_layer)
-        inside = [child for layer in layers for child in layer.children()]
+        inside: list[Any] = [child for layer in layers for child in layer.children()]
         if not isinstance(self, AttnResModel):  # encoder-decoders may have a module for each sublayer, with its norm
             inside = [module for layer in layers for module in layer.modules()]
         for module in [*inside, *self.children()]:
             if "Norm" in type(module).__name__ and not list(module.children()):
-                module.__class__ = combined_class(ReadingNorm, type(module))
+                module.__class__ = combined_class(ReadingNorm, type(module))  # type: ignore[arg-type]
 
     def enter_layer(self, layer: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
         """Give the first layer a stream that starts with the embedding; the others have been given one."""

@@ -54,7 +54,7 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
     """
 
     @functools.wraps(base_forward)  # Trainer and `generate` look at the names of the arguments
-    def forward(self, *args, output_depth_attentions: bool | None = None, depth_recorder=None, **kwargs):
+    def forward(self, *args, output_depth_attentions: bool | None = None, depth_recorder: Any = None, **kwargs):
         outer = getattr(FORWARD_CONTEXT, "value", None)
         if outer is not None and outer[0] is self.trunk:  # called by the model with a head, which has done all of this
             return base_forward(self, *args, **kwargs)
@@ -91,7 +91,7 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
             FORWARD_CONTEXT.value, FORWARD_CONTEXT.slice_output = outer, None
         if not output_depth_attentions:
             return outputs
-        weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))
+        weights = tuple(weights for _, weights in sorted(depth_recorder.weights.items()))  # type: ignore[union-attr]
         output_class = depth_output_class(type(outputs))  # type: ignore[arg-type]
         outputs = output_class(**outputs, depth_attentions=weights)
         return outputs if return_dict else outputs.to_tuple()
@@ -139,7 +139,8 @@ def with_depth_attentions_of_stacks(base_forward: Callable) -> Callable:
             f"{part}_depth_attentions": tuple(of_site for _, of_site in sorted(recorder.weights.items())) or None
             for part, recorder in recorders.items()
         }
-        outputs = depth_output_class(type(outputs), *recorders)(**outputs, **weights)
+        output_class = depth_output_class(type(outputs), *recorders)  # type: ignore[arg-type]
+        outputs = output_class(**outputs, **weights)
         return outputs if return_dict else outputs.to_tuple()
 
     return forward
