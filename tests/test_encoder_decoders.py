@@ -37,7 +37,7 @@ from transformers import (
     WhisperConfig,
 )
 
-from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSeq2SeqLM, DepthRecorder
+from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSeq2SeqLM, DepthRecorder, DepthStream
 from attnres.base.config import check_base_model_type
 from attnres.base.probe import probe_slices, run_probes
 from attnres.checkpoints.checkpoint import auto_class_for
@@ -140,6 +140,17 @@ def test_whisper_transcribes_as_its_base():
     for options in ({}, {"num_beams": 2}):
         answers = [network.generate(inputs, max_new_tokens=12, **options) for network in (model, native)]
         assert torch.equal(*answers)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("name, head", [T5, WHISPER])
+def test_every_site_is_read_once_and_with_its_norm(name, head, monkeypatch):
+    """T5 has its norms deeper than others: read without them, a site is read once for each operation of a norm."""
+    model, _, inputs = random_model(name, head)
+    read, norms = DepthStream.read, []
+    monkeypatch.setattr(DepthStream, "read", lambda self, norm=None: norms.append(norm) or read(self, norm))
+    model(**inputs)
+    assert len(norms) == model.config.num_sites and None not in norms
 
 
 def test_weights_and_recorders():
