@@ -40,8 +40,8 @@ STUDIES := small_model reads weights retrofit recipe two_depths
 # As transformers' own tests are run, and without the settings of ours
 SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVERSION=true OMP_NUM_THREADS=1 \
 	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE) READ="$(READ)"
-VERSION_TESTS := $(addprefix tests/test_,conversion.py encoders.py families.py generation.py interchange.py loading.py \
-	merging.py multimodal.py prune.py readme.py recorder.py remote_code.py)
+VERSION_TESTS := $(addprefix tests/test_,conversion.py encoders.py encoder_decoders.py families.py generation.py \
+	interchange.py loading.py merging.py multimodal.py prune.py readme.py recorder.py remote_code.py)
 # What transformers 5.16 does not have, or cannot do with the base itself
 LEFT_OUT-5.16 := -k "not kimi_linear and not test_bases_do_not_touch_each_other and not assistant_early_exit \
 	and not continuous_batching"

@@ -15,6 +15,8 @@ __version__ = "0.2.0"
 
 _PUBLIC_NAMES = {
     "AttnResConfig": ".configuration_attnres",
+    "AttnResForAudioClassification": ".modeling_attnres",
+    "AttnResForCTC": ".modeling_attnres",
     "AttnResForCausalLM": ".modeling_attnres",
     "AttnResForConditionalGeneration": ".multimodal_attnres",
     "AttnResForImageClassification": ".modeling_attnres",

@@ -6,7 +6,9 @@ from .depth.backends import set_backend as set_backend
 from .depth.block_cache import BlockCache as BlockCache
 from .depth.recorder import DepthRecorder as DepthRecorder
 from .depth.stream import DepthStream as DepthStream
+from .modeling_attnres import AttnResForAudioClassification as AttnResForAudioClassification
 from .modeling_attnres import AttnResForCausalLM as AttnResForCausalLM
+from .modeling_attnres import AttnResForCTC as AttnResForCTC
 from .modeling_attnres import AttnResForImageClassification as AttnResForImageClassification
 from .modeling_attnres import AttnResForMaskedLM as AttnResForMaskedLM
 from .modeling_attnres import AttnResForQuestionAnswering as AttnResForQuestionAnswering

@@ -618,6 +618,28 @@ class AttnResForImageClassification(AttnResPreTrainedModel):
 
 
 # trf-ignore: TRF057
+class AttnResForAudioClassification(AttnResPreTrainedModel):
+    """The base's classifier of sound, with reads over depth."""
+
+    forward = AttnResModel.forward
+
+    @classmethod
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        return class_for_task(base_model_type, cls)
+
+
+# trf-ignore: TRF057
+class AttnResForCTC(AttnResPreTrainedModel):
+    """The base's recogniser of speech by CTC, with reads over depth."""
+
+    forward = AttnResModel.forward
+
+    @classmethod
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        return class_for_task(base_model_type, cls)
+
+
+# trf-ignore: TRF057
 class AttnResForSeq2SeqLM(AttnResPreTrainedModel, AttnResGenerationMixin):
     """The base's encoder-decoder of text, with reads over depth in both stacks."""
 
@@ -710,6 +732,8 @@ def depth_of_weights(names: Iterable[str], num_layers: int) -> int:
 
 
 __all__ = [
+    "AttnResForAudioClassification",
+    "AttnResForCTC",
     "AttnResForCausalLM",
     "AttnResForImageClassification",
     "AttnResForMaskedLM",

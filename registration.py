@@ -18,6 +18,8 @@ def _register_config(auto_module):
 def _register_models(auto_module):
     for task, model_type, class_name in (
         ("", "attnres", "AttnResModel"),
+        ("_FOR_AUDIO_CLASSIFICATION", "attnres", "AttnResForAudioClassification"),
+        ("_FOR_CTC", "attnres", "AttnResForCTC"),
         ("_FOR_CAUSAL_LM", "attnres", "AttnResForCausalLM"),
         ("_FOR_CAUSAL_LM", "attnres_multimodal", "AttnResForConditionalGeneration"),
         ("_FOR_IMAGE_TEXT_TO_TEXT", "attnres_multimodal", "AttnResForConditionalGeneration"),

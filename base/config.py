@@ -26,6 +26,8 @@ ENCODER_CLASSES = {
     "AttnResModel": "MODEL_MAPPING",
     "AttnResForMaskedLM": "MODEL_FOR_MASKED_LM_MAPPING",
     "AttnResForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+    "AttnResForAudioClassification": "MODEL_FOR_AUDIO_CLASSIFICATION_MAPPING",
+    "AttnResForCTC": "MODEL_FOR_CTC_MAPPING",
     "AttnResForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
     "AttnResForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
     "AttnResForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",

@@ -47,6 +47,18 @@ def depth_output_class(base: type[ModelOutput], *parts: str) -> type[ModelOutput
     return make_dataclass(f"AttnRes{base.__name__}", fields, bases=(base,))
 
 
+def refuse_layerdrop(model: Any):
+    """Raise a `ValueError` for a model in training whose layers are left out at random."""
+    for owner in (model, model.config):
+        rate = getattr(owner, "layerdrop", None)
+        if rate:
+            raise ValueError(
+                f"A {type(model).__qualname__} would leave out layers at random in training (LayerDrop, rate {rate}),"
+                " and the reads behind them would be of other sources: set `layerdrop` in the config to 0, or"
+                " `encoder_layerdrop` and `decoder_layerdrop`."
+            )
+
+
 def with_depth_attentions(base_forward: Callable) -> Callable:
     """The forward of a base, which also takes `output_depth_attentions` and a `depth_recorder`.
 
@@ -58,12 +70,8 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
         outer = getattr(FORWARD_CONTEXT, "value", None)
         if outer is not None and outer[0] is self.trunk:  # called by the model with a head, which has done all of this
             return base_forward(self, *args, **kwargs)
-        if self.training and getattr(self, "layerdrop", 0):
-            raise ValueError(
-                f"A {type(self).__qualname__} would leave out layers at random in training (LayerDrop, rate"
-                f" {self.layerdrop}), and the reads behind them would be of other sources: set `encoder_layerdrop` and"
-                " `decoder_layerdrop` in the config to 0."
-            )
+        if self.training:
+            refuse_layerdrop(self)
         of_stacks = getattr(FORWARD_CONTEXT, "recorders", None)
         if of_stacks is not None:  # called by an encoder-decoder, which returns the weights
             output_depth_attentions = False

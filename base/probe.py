@@ -425,24 +425,32 @@ def example_inputs(model: Any) -> dict[str, Any]:
     """Arguments of a model without a head: token ids, images of the size that the config names, or sound."""
     config, name = model.config, model.main_input_name
     if is_encoder_decoder(config.model_type):
-        if name == "input_ids":
-            first = torch.zeros(2, 3, dtype=torch.long)
-        elif name == "input_values":  # a waveform
-            first = torch.zeros(2, 4000)
-        elif hasattr(config, "num_mel_bins"):  # a spectrogram of one length
-            first = torch.zeros(2, config.num_mel_bins, 2 * config.max_source_positions)
-        else:
-            first = torch.zeros(2, 40, config.input_feat_per_channel * config.input_channels)
+        first = torch.zeros(2, 3, dtype=torch.long) if name == "input_ids" else _example_of_sound(config, name)
         return {name: first, "decoder_input_ids": torch.zeros(2, 4, dtype=torch.long), "use_cache": False}
     if not is_encoder(config.model_type):
         return {name: torch.zeros(1, 3, dtype=torch.long), "use_cache": False}
     if name == "input_ids":  # two rows, as what is the same for each may be added to the stream
         return {name: torch.zeros(2, 3, dtype=torch.long)}
+    if name in ("input_values", "input_features"):
+        return {name: _example_of_sound(config, name)}
     if name != "pixel_values" or not hasattr(config, "image_size"):
-        raise RefusedBase(config, f"its input, `{name}`, is neither tokens nor images of one size")
+        raise RefusedBase(config, f"its input, `{name}`, is neither tokens, nor images of one size, nor sound")
     size = config.image_size
     height, width = size if isinstance(size, list | tuple) else (size, size)
     return {name: torch.zeros(2, getattr(config, "num_channels", 3), height, width)}
+
+
+def _example_of_sound(config: PreTrainedConfig, name: str) -> torch.Tensor:
+    """Two recordings: waveforms, or spectrograms, of one length where the model has positions for no other."""
+    num_bins = getattr(config, "num_mel_bins", None)
+    if num_bins is not None and hasattr(config, "max_source_positions"):  # Whisper and its towers
+        return torch.zeros(2, num_bins, 2 * config.max_source_positions)
+    if num_bins is not None and hasattr(config, "max_length"):
+        return torch.zeros(2, config.max_length, num_bins)
+    if name == "input_values":
+        return torch.zeros(2, 16000)
+    channels = getattr(config, "input_channels", 1)
+    return torch.zeros(2, 160, (num_bins or getattr(config, "input_feat_per_channel", 80)) * channels)
 
 
 def probe_slices(base_config: PreTrainedConfig) -> Probe:

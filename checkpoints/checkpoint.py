@@ -57,7 +57,7 @@ ATTNRES_TYPES = (DECODER_TYPE, "attnres_multimodal")
 BASE_CONFIG_NAME = "config.base.json"
 # Names of classes without the head of a language model. Others are those of one, if the tensors fit
 OTHER_HEADS = re.compile(
-    r"For(Sequence|Token|Image)Classification$|ForQuestionAnswering$|ForMaskedLM$|^(?!.*LMHead).*Model$"
+    r"For(Sequence|Token|Image|Audio)Classification$|ForQuestionAnswering$|ForMaskedLM$|ForCTC$|^(?!.*LMHead).*Model$"
 )
 # Weights that are not read: of other formats, and pickles, which can run code when loaded
 OTHER_WEIGHTS = {

@@ -45,6 +45,8 @@ PIPELINE_TAGS = {
     "AttnResForSeq2SeqLM": "text2text-generation",
     "AttnResForSpeechSeq2Seq": "automatic-speech-recognition",
     "AttnResForImageClassification": "image-classification",
+    "AttnResForAudioClassification": "audio-classification",
+    "AttnResForCTC": "automatic-speech-recognition",
     "AttnResForSequenceClassification": "text-classification",
     "AttnResForTokenClassification": "token-classification",
     "AttnResForQuestionAnswering": "question-answering",
@@ -139,8 +141,10 @@ def render_model_card(content: CardContent) -> ModelCard:
 
 def _processor(architecture: str, config: AttnResConfig) -> str:
     """The Auto class of what makes the inputs of a model."""
-    if architecture == "AttnResForSpeechSeq2Seq":
+    if architecture in ("AttnResForSpeechSeq2Seq", "AttnResForCTC"):
         return "AutoProcessor"
+    if hasattr(config, "num_mel_bins") or hasattr(config, "feat_extract_norm"):
+        return "AutoFeatureExtractor"
     return "AutoTokenizer" if hasattr(config, "vocab_size") else "AutoImageProcessor"
 
 

@@ -199,7 +199,8 @@ def test_hidden_states_and_attentions_are_those_of_the_base():
         network(**inputs, output_hidden_states=True, output_attentions=True) for network in (model, native)
     )
     for name in ("encoder_hidden_states", "decoder_hidden_states", "encoder_attentions", "cross_attentions"):
-        assert len(found[name]) == len(expected[name]) > 2
+        assert len(found[name]) == len(expected[name])  # transformers 5.19 gives no attentions of T5
+        assert "attentions" in name or len(found[name]) > 2
         for actual, state in zip(found[name], expected[name]):
             assert type(actual) is torch.Tensor and relative(actual, state) < 1e-6  # its softmax is in fp32
 
@@ -238,6 +239,7 @@ def test_converted_and_back(name, head, tmp_path):
     native.save_pretrained(tmp_path / "base")
     report = convert(tmp_path / "base", tmp_path / "attnres", num_blocks=3)
     assert report.verification.equal and report.base_model_type == name
+    assert not any("blocks were requested" in note for note in report.notes)
     assert ("4 random recordings" in report.verification.to_markdown()) is (name == "whisper")
     model, info = auto_class_for(head).from_pretrained(tmp_path / "attnres", output_loading_info=True)
     assert type(model).__name__ == head and not info["missing_keys"] and not info["unexpected_keys"]

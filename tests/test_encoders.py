@@ -54,7 +54,7 @@ from attnres.conversion.probe_report import probe_report
 
 
 SUPPORTED = json.loads(ENCODERS.read_text())["supported"]
-FAST = ("clip_vision_model", "dinov2", "esm", "modernbert", "siglip_vision_model", "t5", "vit", "whisper")
+FAST = ("clip_vision_model", "dinov2", "esm", "modernbert", "siglip_vision_model", "t5", "vit", "wav2vec2", "whisper")
 EVERY_HEAD = [
     pytest.param(name, head, marks=() if name in FAST else pytest.mark.slow, id=f"{name}-{head}")
     for name, found in SUPPORTED.items()
@@ -136,6 +136,8 @@ def test_gradients(name, head):
         ("modernbert", "AttnResForQuestionAnswering"),
         ("clip_vision_model", "AttnResModel"),
         ("esm", "AttnResForTokenClassification"),
+        ("wav2vec2", "AttnResForCTC"),
+        ("audio-spectrogram-transformer", "AttnResForAudioClassification"),
     ],
 )
 def test_converted_and_back(name, head, tmp_path):
@@ -143,7 +145,9 @@ def test_converted_and_back(name, head, tmp_path):
     native.save_pretrained(tmp_path / "base")
     report = convert(tmp_path / "base", tmp_path / "attnres", num_blocks=4)
     assert report.verification.equal and report.base_model_type == name
-    assert ("4 random images" in report.verification.to_markdown()) is (name in ("vit", "clip_vision_model"))
+    text = report.verification.to_markdown()
+    assert ("4 random images" in text) is (name in ("vit", "clip_vision_model"))
+    assert ("4 random recordings" in text) is (name in ("wav2vec2", "audio-spectrogram-transformer"))
     model, info = auto_class_for(head).from_pretrained(tmp_path / "attnres", output_loading_info=True)
     assert type(model).__name__ == head and not info["missing_keys"] and not info["unexpected_keys"]
     inputs = inputs_of(native)
@@ -245,6 +249,15 @@ def test_a_prenorm_decoder_with_the_head_of_an_encoder(tmp_path):
     AutoModelForMaskedLM.from_config(config).save_pretrained(tmp_path / "base")
     assert convert(tmp_path / "base", tmp_path / "attnres", num_blocks=2).verification.equal
     assert type(AutoModelForMaskedLM.from_pretrained(tmp_path / "attnres")).__name__ == "AttnResForMaskedLM"
+
+
+def test_layers_left_out_at_random():
+    """By default wav2vec2 does so in training, and where it is the last layer nothing else would notice."""
+    native = native_encoder("wav2vec2", "AttnResForCTC", layerdrop=0.1)
+    model = converted_encoder(native, "AttnResForCTC", 3)
+    outputs_of(model, inputs_of(native))
+    with pytest.raises(ValueError, match="LayerDrop, rate 0.1.*set `layerdrop` in the config to 0"):
+        outputs_of(model.train(), inputs_of(native))
 
 
 def test_a_lost_factor_is_found(tmp_path):

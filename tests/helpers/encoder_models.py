@@ -47,9 +47,30 @@ OF_STACKS = {
     "decoder_start_token_id": 1,
     "eos_token_id": 2,
 }
+OF_SOUND = {
+    "num_mel_bins": 16,
+    "max_length": 32,
+    "max_source_positions": 40,
+    "frequency_stride": 4,
+    "time_stride": 4,
+    "conv_dim": (16, 16),
+    "conv_kernel": (10, 3),
+    "conv_stride": (5, 40),
+    "num_feat_extract_layers": 2,
+    "num_conv_pos_embeddings": 8,
+    "num_conv_pos_embedding_groups": 4,
+    "do_stable_layer_norm": True,
+    "mask_time_prob": 0.0,
+    "classifier_proj_size": 16,
+    "layerdrop": 0.0,
+    "replace_prob": 0.0,
+    "num_codevectors_per_group": 8,
+}
 # What a type needs besides
 OWN = {
     "clip_text_model": {"eos_token_id": 2},
+    "nemotron3_5_transcribe_asr_audio": {"num_key_value_heads": 4},
+    "nemotron3_diarization_audio": {"num_key_value_heads": 4},
     "t5": {"decoder_start_token_id": 1},
     "esmc": {"num_key_value_heads": 4},
     "neomme": {"head_dim": 32, "num_attention_heads": 4},
@@ -70,7 +91,7 @@ def encoder_config(model_type: str, **kwargs):
     """The tiny config of an encoder."""
     config_class = CONFIG_MAPPING[model_type]
     names = {field.name for field in fields(config_class)} | {*config_class.attribute_map}
-    shape = {**COMMON, **OF_STACKS} if is_encoder_decoder(model_type) else OF_ENCODERS
+    shape = {**COMMON, **OF_STACKS} if is_encoder_decoder(model_type) else {**OF_STACKS, **OF_ENCODERS, **OF_SOUND}
     common = {name: value for name, value in shape.items() if name in names}
     if is_encoder_decoder(model_type):  # those that only stand for others
         common = {name: value for name, value in common.items() if name not in config_class.attribute_map}

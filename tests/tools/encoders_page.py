@@ -34,6 +34,7 @@ from rich.progress import track
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from attnres import AttnResConfig
+from attnres.base.config import own_class
 
 
 ROOT = Path(__file__).parents[2]
@@ -85,12 +86,21 @@ def reason_against(name: str) -> str | None:
     return reason
 
 
+def is_encoder_for_users(name: str) -> bool:
+    """Whether somebody may look for a type on the page, which detectors and codecs, for instance, are not on."""
+    try:
+        reads = own_class(name, "AttnResModel").main_input_name
+    except (ImportError, AttributeError):  # of code that is not installed, or without a model that has no head
+        reads = None
+    return len(heads_of(name)) > 1 or "vision" in name or reads in ("input_values", "input_features")
+
+
 def survey() -> dict:
     supported, refused = {}, {}
     for name in track(encoder_types(), "Encoders"):
         reason = reason_against(name)
         if reason is not None:
-            if len(heads_of(name)) > 1 or "vision" in name:  # others are of sound
+            if is_encoder_for_users(name):
                 refused[name] = reason
             continue
         try:
