@@ -449,8 +449,9 @@ def _example_of_sound(config: PreTrainedConfig, name: str) -> torch.Tensor:
         return torch.zeros(2, config.max_length, num_bins)
     if name == "input_values":
         return torch.zeros(2, 16000)
-    channels: int = getattr(config, "input_channels", 1)
-    return torch.zeros(2, 160, channels * (num_bins or getattr(config, "input_feat_per_channel", 80)))
+    if num_bins is None:
+        num_bins = getattr(config, "input_feat_per_channel", 80) * getattr(config, "input_channels", 1)
+    return torch.zeros(2, 160, num_bins)
 
 
 def probe_slices(base_config: PreTrainedConfig) -> Probe:
