@@ -11,6 +11,8 @@ both, an `AttnResForCausalLM` and the base's `ForCausalLM`. Four places differ f
 - after every layer it is checked that the stream has been handed on (`leave_layer`);
 - `forward` takes `output_depth_attentions`, `depth_recorder` and a stream as `inputs_embeds`
   (`with_depth_attentions`).
+
+A base with an encoder and a decoder has two such streams: all of this happens in each of its stacks (`AttnResStack`).
 """
 
 import contextvars
