@@ -152,7 +152,10 @@ def classes_on(base_model_type: str) -> list[str]:
     if has_own_classes(base_model_type):
         names = dict.fromkeys([*ENCODER_CLASSES, *ENCODER_DECODER_CLASSES])
         return [name for name in names if own_class(base_model_type, name) is not None]
-    return ["AttnResModel", "AttnResForCausalLM", *_DECODER_HEADS]
+    # RoBERTa-PreLayerNorm is a decoder for transformers, and also a masked language model
+    others = [name for name in ENCODER_CLASSES if name not in ("AttnResModel", *_DECODER_HEADS)]
+    own = [name for name in others if own_class(base_model_type, name) is not None]
+    return ["AttnResModel", "AttnResForCausalLM", *own, *_DECODER_HEADS]
 
 
 @functools.cache

@@ -246,7 +246,7 @@ def test_table_of_families_fits_a_terminal(run_attnres, capsys, monkeypatch):
     assert (
         rows["vit"] == rows["whisper"] == ["yes", "Model,"]
         and rows["distilbert"] == ["no", "its"]
-        and len(rows) == 398
+        and len(rows) == 399
     )
 
 
