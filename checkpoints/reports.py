@@ -5,6 +5,7 @@ from collections.abc import Iterable
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from ..base.config import is_encoder_decoder
 from ..utils.markup import code, escaped, sentence
 from ..utils.ranges import in_ranges
 
@@ -252,9 +253,11 @@ class ConversionReport:
         """What was done, without the figures of the verification."""
         lines = [f"# {escaped(self.operation)}: {code(self.source)} to {code(self.destination)}", ""]
         if self.base_model_type is not None and self.block_size is not None:
-            num_blocks = -(-self.num_sublayers // self.block_size)
+            blocks = f"{-(-self.num_sublayers // self.block_size)} blocks"
+            if is_encoder_decoder(self.base_model_type):
+                blocks = "an encoder and a decoder, in blocks"  # of which both may have a short one at the end
             lines.append(
-                f"- {escaped(self.base_model_type)}, {self.num_sublayers} sublayers in {num_blocks} blocks of"
+                f"- {escaped(self.base_model_type)}, {self.num_sublayers} sublayers in {blocks} of"
                 f" {self.block_size}" + (" (Full AttnRes)" if self.block_size == 1 else "")
             )
         if self.layers is not None:

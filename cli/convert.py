@@ -118,18 +118,20 @@ def convert(
             open_block=open_block,
             stream=stream,
         )
-    serve = f"To serve it: attnres serve {destination}"
+    from ..base.config import has_own_classes
+
+    # Encoders and encoder-decoders are not served
+    can_serve = not has_own_classes(report.base_model_type or "")
+    serve = f" To serve it: attnres serve {destination}" if can_serve else ""
     if (destination / "modeling_attnres.py").exists():
-        hint = (
-            f"The model code is in the folder: programs that do not import attnres need `trust_remote_code`. {serve}"
-        )
+        hint = f"The model code is in the folder: programs that do not import attnres need `trust_remote_code`.{serve}"
     elif report.model_type == "attnres_multimodal":
         from ..checkpoints.checkpoint import auto_class_of
 
         auto_class = auto_class_of(report.base_model_type).__name__
         hint = f"Import attnres before you load it with `{auto_class}`."
     else:
-        hint = f"Import attnres before you load it. For programs that do not: convert with --self-contained. {serve}"
+        hint = f"Import attnres before you load it. For programs that do not: convert with --self-contained.{serve}"
     show(report, destination, as_json, hint)
 
 

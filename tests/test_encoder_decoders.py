@@ -240,6 +240,7 @@ def test_converted_and_back(name, head, tmp_path):
     report = convert(tmp_path / "base", tmp_path / "attnres", num_blocks=3)
     assert report.verification.equal and report.base_model_type == name
     assert not any("blocks were requested" in note for note in report.notes)
+    assert "15 sublayers in an encoder and a decoder, in blocks of 3" in report.to_markdown()
     assert ("4 random recordings" in report.verification.to_markdown()) is (name == "whisper")
     model, info = auto_class_for(head).from_pretrained(tmp_path / "attnres", output_loading_info=True)
     assert type(model).__name__ == head and not info["missing_keys"] and not info["unexpected_keys"]
