@@ -120,7 +120,8 @@ class AttnResPreTrainedModel(PreTrainedModel):
             "_can_set_experts_implementation": base._can_set_experts_implementation,
             "_can_set_attn_implementation": base._can_set_attn_implementation,
         }
-        has_stacks = base.config_class is not None and base.config_class.is_encoder_decoder and cls is not AttnResStack
+        base_type = getattr(base.config_class, "model_type", "")
+        has_stacks = is_encoder_decoder(base_type) and cls is not AttnResStack
         if "forward" in dir(base) and base.forward is not nn.Module.forward:
             wrapped = with_depth_attentions_of_stacks if has_stacks else with_depth_attentions
             members |= {"forward": wrapped(base.forward), "__init__": base.__init__}
@@ -598,71 +599,47 @@ class AttnResForQuestionAnswering(AttnResHeadMixin, GenericForQuestionAnswering,
 
 
 # trf-ignore: TRF057
-class AttnResForMaskedLM(AttnResPreTrainedModel):
+class AttnResForTask(AttnResPreTrainedModel):
+    """The base's own model for a task, with reads over depth in each of its stacks."""
+
+    forward = AttnResModel.forward
+
+    @classmethod
+    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
+        return class_for_task(base_model_type, cls)
+
+
+# trf-ignore: TRF057
+class AttnResForMaskedLM(AttnResForTask):
     """The base's masked language model, of an encoder, with reads over depth."""
 
-    forward = AttnResModel.forward
-
-    @classmethod
-    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
-        return class_for_task(base_model_type, cls)
-
 
 # trf-ignore: TRF057
-class AttnResForImageClassification(AttnResPreTrainedModel):
+class AttnResForImageClassification(AttnResForTask):
     """The base's classifier of images, of a vision transformer, with reads over depth."""
 
-    forward = AttnResModel.forward
-
-    @classmethod
-    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
-        return class_for_task(base_model_type, cls)
-
 
 # trf-ignore: TRF057
-class AttnResForAudioClassification(AttnResPreTrainedModel):
+class AttnResForAudioClassification(AttnResForTask):
     """The base's classifier of sound, with reads over depth."""
 
-    forward = AttnResModel.forward
-
-    @classmethod
-    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
-        return class_for_task(base_model_type, cls)
-
 
 # trf-ignore: TRF057
-class AttnResForCTC(AttnResPreTrainedModel):
+class AttnResForCTC(AttnResForTask):
     """The base's recogniser of speech by CTC, with reads over depth."""
 
-    forward = AttnResModel.forward
-
-    @classmethod
-    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
-        return class_for_task(base_model_type, cls)
-
 
 # trf-ignore: TRF057
-class AttnResForSeq2SeqLM(AttnResPreTrainedModel, AttnResGenerationMixin):
+class AttnResForSeq2SeqLM(AttnResForTask, AttnResGenerationMixin):
     """The base's encoder-decoder of text, with reads over depth in both stacks."""
 
-    forward = AttnResModel.forward
-
-    @classmethod
-    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
-        return class_for_task(base_model_type, cls)
-
 
 # trf-ignore: TRF057
-class AttnResForSpeechSeq2Seq(AttnResPreTrainedModel):
+class AttnResForSpeechSeq2Seq(AttnResForTask):
     """The base's encoder of sound and decoder of text, with reads over depth in both stacks."""
 
-    forward = AttnResModel.forward
     # Not among its own classes: some bases have transformers' two classes in one order, and some in the other
     mixins = (AttnResGenerationMixin,)
-
-    @classmethod
-    def class_of_base(cls, base_model_type: str) -> type[PreTrainedModel]:
-        return class_for_task(base_model_type, cls)
 
 
 def class_for_task(base_model_type: str, ours: type) -> type[PreTrainedModel]:
@@ -687,11 +664,15 @@ def reason_against_weights(model, loading_info) -> str | None:
     """
     for name, found, expected in loading_info.mismatched_keys:
         if name.endswith("depth_queries.query") and found[:1] != expected[:1]:
-            return (
+            reason = (
                 f"has {found[0]} reads over depth, and with `{_depth_in_words(model)}` there are {expected[0]}:"
-                " layers cannot be left out or added while a model is loaded, as a number does not say which. Load it"
-                " as it is and use `attnres.conversion.select_layers(model, range(...))`, or write a checkpoint with"
-                " `attnres prune`."
+                " layers cannot be left out or added while a model is loaded, as a number does not say which."
+            )
+            if is_encoder_decoder(model.config.base_model_type):
+                return f"{reason} Load it with the numbers of layers in its config.json."
+            return (
+                f"{reason} Load it as it is and use `attnres.conversion.select_layers(model, range(...))`, or write a"
+                " checkpoint with `attnres prune`."
             )
     if any(name.endswith("depth_queries.query") for name in loading_info.missing_keys):  # a base, which may be cut
         return None

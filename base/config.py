@@ -33,20 +33,14 @@ ENCODER_CLASSES = {
     "AttnResForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
 }
 
-# The same on encoder-decoders
-ENCODER_DECODER_CLASSES = {
-    "AttnResModel": "MODEL_MAPPING",
-    "AttnResForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
-    "AttnResForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
-    "AttnResForSequenceClassification": "MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING",
-    "AttnResForTokenClassification": "MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING",
-    "AttnResForQuestionAnswering": "MODEL_FOR_QUESTION_ANSWERING_MAPPING",
-}
-
-SEQ2SEQ_CLASSES = ("AttnResForSeq2SeqLM", "AttnResForSpeechSeq2Seq")
-
 # Those that transformers' generic heads make on decoders
 _DECODER_HEADS = ("AttnResForSequenceClassification", "AttnResForTokenClassification", "AttnResForQuestionAnswering")
+
+SEQ2SEQ_CLASSES = {
+    "AttnResForSeq2SeqLM": "MODEL_FOR_SEQ_TO_SEQ_CAUSAL_LM_MAPPING",
+    "AttnResForSpeechSeq2Seq": "MODEL_FOR_SPEECH_SEQ_2_SEQ_MAPPING",
+}
+ENCODER_DECODER_CLASSES = {name: ENCODER_CLASSES[name] for name in ("AttnResModel", *_DECODER_HEADS)} | SEQ2SEQ_CLASSES
 
 # In transformers' names of mappings, the tasks of models that generate text or sound
 _GENERATING = (
@@ -126,7 +120,7 @@ def is_encoder_decoder(base_model_type: str) -> bool:
     if base_model_type in EXCEPTIONS or base_model_type not in CONFIG_MAPPING:
         return False
     config_class = CONFIG_MAPPING[base_model_type]
-    mappings = [getattr(modeling_auto, ENCODER_DECODER_CLASSES[name]) for name in SEQ2SEQ_CLASSES]
+    mappings = [getattr(modeling_auto, name) for name in SEQ2SEQ_CLASSES.values()]
     return config_class.is_encoder_decoder and any(config_class in mapping for mapping in mappings)
 
 

@@ -72,10 +72,9 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
             return base_forward(self, *args, **kwargs)
         if self.training:
             refuse_layerdrop(self)
-        of_stacks = getattr(FORWARD_CONTEXT, "recorders", None)
-        if of_stacks is not None:  # called by an encoder-decoder, which returns the weights
-            output_depth_attentions = False
-            depth_recorder = next((recorder for stack, recorder in of_stacks if stack is self), None)
+        for stack, of_stack in getattr(FORWARD_CONTEXT, "recorders", None) or ():
+            if stack is self:  # called by an encoder-decoder, which returns the weights
+                output_depth_attentions, depth_recorder = False, of_stack
         if output_depth_attentions is None:
             output_depth_attentions = getattr(self.config, "output_depth_attentions", False)
         if output_depth_attentions and depth_recorder is None:
@@ -119,7 +118,10 @@ def with_depth_attentions_of_stacks(base_forward: Callable) -> Callable:
         decoder_depth_recorder=None,
         **kwargs,
     ):
-        if getattr(FORWARD_CONTEXT, "recorders", None) is not None:  # called by the model with a head
+        stacks, outer = self.stacks, getattr(FORWARD_CONTEXT, "recorders", None)
+        if (
+            outer is not None and outer[0][0] is stacks[0]
+        ):  # called by the model with a head, which has done all of this
             return base_forward(self, *args, **kwargs)
         if kwargs.pop("depth_recorder", None) is not None:
             raise ValueError(
@@ -136,11 +138,11 @@ def with_depth_attentions_of_stacks(base_forward: Callable) -> Callable:
             return_dict = kwargs.pop("return_dict", None)
             return_dict = self.config.return_dict if return_dict is None else return_dict
             kwargs["return_dict"] = True
-        FORWARD_CONTEXT.recorders = [*zip(self.stacks, recorders.values())]
+        FORWARD_CONTEXT.recorders = [*zip(stacks, recorders.values())]
         try:
             outputs = base_forward(self, *args, **kwargs)
         finally:
-            FORWARD_CONTEXT.recorders = None
+            FORWARD_CONTEXT.recorders = outer
         if not output_depth_attentions:
             return outputs
         weights = {

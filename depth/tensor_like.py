@@ -176,7 +176,7 @@ class TensorLike:
             stream, number = args if isinstance(args[0], cls) else args[::-1]
             if _is_factor(number):
                 return stream.on_sources(lambda source: source * number)
-        if name in _AGAINST_OVERFLOW and isinstance(args[0], cls) and args[0].newest.dtype == torch.float16:
+        if name in _AGAINST_OVERFLOW and args and isinstance(args[0], cls) and args[0].newest.dtype == torch.float16:
             return args[0].against_overflow(function, *args[1:], **kwargs)
         if name == "dropout" and not (kwargs.get("training", True) and kwargs.get("p", 0.5)):
             return args[0] if args else kwargs["input"]

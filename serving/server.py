@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from ..utils.untrusted import check_folder
+from ..base.config import has_own_classes
+from ..utils.untrusted import check_folder, read_json
 
 
 def serve_with_transformers(
@@ -28,7 +29,7 @@ def serve_with_transformers(
     for requirement in ("fastapi", "openai", "uvicorn"):
         if importlib.util.find_spec(requirement) is None:
             raise ModuleNotFoundError(f"{requirement} is not installed", name=requirement)
-    _check_folder(model)
+    check_before_serving(model)
     from huggingface_hub import constants
     from transformers.cli.transformers import app
 
@@ -75,20 +76,26 @@ def serve_with_vllm(
         )
     if importlib.util.find_spec("vllm") is None:
         raise ModuleNotFoundError("vllm is not installed", name="vllm")
-    _check_folder(model)
+    check_before_serving(model)
     # Not `vllm serve`, which fails where the distribution has another name, as its builds for CPUs have
     program = [sys.executable, "-m", "vllm.entrypoints.openai.api_server", "--model", model, *options]
     sys.stdout.flush()
     os.execv(sys.executable, program)
 
 
-def _check_folder(model: str | None):
+def check_before_serving(model: str | None):
     """Before what takes long: a path that is not there would be looked for on the Hub."""
     if model is None or not (model.startswith((".", "/", "~")) or Path(model).is_dir()):
         return
     folder = Path(model).expanduser()
     if (folder / "config.json").exists():
         check_folder(folder, follow_links=True)
+        base_model_type = read_json(folder / "config.json").get("base_model_type")
+        if isinstance(base_model_type, str) and has_own_classes(base_model_type):
+            raise ValueError(
+                f"`{model}` is of type `{base_model_type}`, and a server needs a decoder: load an encoder or an"
+                " encoder-decoder with transformers' `pipeline`."
+            )
         return
     if (folder / "adapter_config.json").exists():
         raise ValueError(

@@ -5,15 +5,16 @@ That every type computes what its base and the definition compute is tested with
 """
 
 import copy
-import filecmp
 import json
 import pickle
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
 from encoder_models import (
+    check_converted_and_back,
     converted_encoder,
     encoder_config,
     inputs_of,
@@ -24,6 +25,7 @@ from encoder_models import (
 )
 from literal_definition import relative
 from peft import LoraConfig, PeftModel, get_peft_model
+from torch import nn
 from transformers import (
     AutoModel,
     AutoModelForCausalLM,
@@ -40,9 +42,9 @@ from transformers import (
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResForSeq2SeqLM, DepthRecorder, DepthStream
 from attnres.base.config import check_base_model_type
 from attnres.base.probe import probe_slices, run_probes
-from attnres.checkpoints.checkpoint import auto_class_for
-from attnres.conversion import convert, prune, revert, select_layers, verify
+from attnres.conversion import convert, prune, select_layers, verify
 from attnres.conversion.probe_report import describe_probe, probe_report
+from attnres.serving.server import check_before_serving
 
 
 T5 = ("t5", "AttnResForSeq2SeqLM")
@@ -131,6 +133,68 @@ def test_generation_with_caches(name):
     for site, weights in enumerate(with_weights.decoder_depth_attentions):
         steps = torch.cat([of_step[site] for of_step in outputs.decoder_depth_attentions], dim=1)
         assert relative(steps, weights) < 1e-12
+
+
+@torch.no_grad()
+def test_padding_and_embeddings_in_place_of_tokens():
+    model, _, inputs = random_model(*T5)
+    ids, decoder_ids = inputs["input_ids"], inputs["decoder_input_ids"]
+    expected = model(**inputs).logits
+    padded, mask = nn.functional.pad(ids, (0, 4)), nn.functional.pad(torch.ones_like(ids), (0, 4))
+    assert relative(model(padded, attention_mask=mask, decoder_input_ids=decoder_ids).logits, expected) < 1e-12
+    embedded = {"inputs_embeds": model.shared(ids), "decoder_inputs_embeds": model.shared(decoder_ids)}
+    assert relative(model(**embedded).logits, expected) < 1e-12
+
+
+@torch.no_grad()
+def test_two_generations_in_turn():
+    """Each has a block cache beside its KV cache; the encoder and the other model run in between."""
+    models = [random_model(*T5)[0], random_model("t5", T5[1], attn_res_stream="kept")[0]]
+    ids = inputs_of(native_encoder(*T5))["input_ids"]
+    expected = [by_itself(model, ids, 5) for model in models]
+    caches, decoded = [None, None], [wanted[:, :1] for wanted in expected]
+    for _ in range(5):
+        for i, model in enumerate(models):
+            outputs = model(ids, decoder_input_ids=decoded[i][:, -1:], past_key_values=caches[i], use_cache=True)
+            caches[i] = outputs.past_key_values
+            decoded[i] = torch.cat([decoded[i], outputs.logits[:, -1:].argmax(-1)], dim=1)
+    assert all(map(torch.equal, decoded, expected))
+
+
+@torch.no_grad()
+def test_another_model_within_the_forward_pass_keeps_its_recorders():
+    """As where a teacher or a monitor runs in a hook: its weights are its own, and those of the outer model stay."""
+    model, _, inputs = random_model(*T5)
+    other, _, _ = random_model("t5", T5[1], attn_res_weights="sigmoid")
+    expected = model(**inputs, output_depth_attentions=True)
+    of_other = other(**inputs, output_depth_attentions=True)
+    seen = []
+
+    def run_other(*args):
+        recorder = DepthRecorder()
+        other.encoder(inputs["input_ids"], depth_recorder=recorder)
+        seen.append((other(**inputs, output_depth_attentions=True), recorder))
+
+    handle = model.decoder.register_forward_pre_hook(run_other)
+    found = model(**inputs, output_depth_attentions=True)
+    handle.remove()
+    for name in ("encoder_depth_attentions", "decoder_depth_attentions"):
+        assert all(map(torch.equal, found[name], expected[name]))
+        assert all(map(torch.equal, seen[0][0][name], of_other[name]))
+    assert len(seen[0][1].weights) == 7
+
+
+@torch.no_grad()
+def test_in_several_threads():
+    model, _, inputs = random_model(*T5)
+    rows = [{name: tensor[row : row + 1] for name, tensor in inputs.items()} for row in (0, 1)] * 4
+    expected = [model(**row, output_depth_attentions=True) for row in rows]
+    with ThreadPoolExecutor(4) as pool:
+        found = list(pool.map(lambda row: model(**row, output_depth_attentions=True), rows))
+    for actual, wanted in zip(found, expected):
+        assert relative(actual.logits, wanted.logits) < 1e-12
+        for name in ("encoder_depth_attentions", "decoder_depth_attentions"):
+            assert all(relative(a, b) < 1e-12 for a, b in zip(actual[name], wanted[name]))
 
 
 @torch.no_grad()
@@ -235,29 +299,12 @@ def test_fp16_and_what_it_does_against_overflow(name, head):
     [T5, WHISPER, ("t5", "AttnResForTokenClassification"), ("mbart", "AttnResForSequenceClassification")],
 )
 def test_converted_and_back(name, head, tmp_path):
-    native = native_encoder(name, head, dtype=torch.float32)
-    native.save_pretrained(tmp_path / "base")
-    report = convert(tmp_path / "base", tmp_path / "attnres", num_blocks=3)
-    assert report.verification.equal and report.base_model_type == name
+    report = check_converted_and_back(name, head, tmp_path, num_blocks=3)
     assert not any("blocks were requested" in note for note in report.notes)
     assert "15 sublayers in an encoder and a decoder, in blocks of 3" in report.to_markdown()
     assert ("4 random recordings" in report.verification.to_markdown()) is (name == "whisper")
-    model, info = auto_class_for(head).from_pretrained(tmp_path / "attnres", output_loading_info=True)
-    assert type(model).__name__ == head and not info["missing_keys"] and not info["unexpected_keys"]
-    inputs = inputs_of(native)
-    with torch.no_grad():
-        assert relative(outputs_of(model, inputs), outputs_of(native, inputs)) < 1e-5
-    with_random_queries(model).save_pretrained(tmp_path / "trained")
-    again = auto_class_for(head).from_pretrained(tmp_path / "trained")
-    with torch.no_grad():
-        assert torch.equal(outputs_of(again, inputs), outputs_of(model, inputs))
-    found = verify(tmp_path / "base", tmp_path / "trained")
-    assert not found.equal and found.first_difference
     with pytest.raises(ValueError, match="has trained queries"):
         convert(tmp_path / "trained", tmp_path / "blocks", num_blocks=2)
-    revert(tmp_path / "attnres", tmp_path / "reverted")
-    for file in ("model.safetensors", "config.json"):
-        assert filecmp.cmp(tmp_path / "base" / file, tmp_path / "reverted" / file, shallow=False)
 
 
 def test_other_blocks_and_queries_that_see_the_input(tmp_path):
@@ -283,7 +330,8 @@ def test_another_number_of_layers(tmp_path):
     native_encoder(*T5, dtype=torch.float32).save_pretrained(tmp_path / "base")
     convert(tmp_path / "base", tmp_path / "attnres", num_blocks=3)
     for wrong in ({"num_layers": 2}, {"num_decoder_layers": 2}):
-        with pytest.raises(ValueError, match="reads over depth, and with `. and . layers` there are"):
+        message = "with `. and . layers` there are .*Load it with the numbers of layers in its config.json"
+        with pytest.raises(ValueError, match=message):
             AutoModelForSeq2SeqLM.from_pretrained(tmp_path / "attnres", **wrong)
     config = AttnResConfig.from_base_config(encoder_config("t5"), num_blocks=3)
     config.num_layers = 2
@@ -419,6 +467,13 @@ def test_refused(tmp_path):
     for call in (lambda: select_layers(model, [0]), lambda: prune(tmp_path / "attnres", tmp_path / "out", [0])):
         with pytest.raises(ValueError, match="an encoder as well as a decoder, and a number does not say of which"):
             call()
+
+
+@pytest.mark.parametrize("name, head", [T5, ("vit", "AttnResForImageClassification")])
+def test_not_served(name, head, tmp_path):
+    converted_encoder(native_encoder(name, head, dtype=torch.float32), head, 2).save_pretrained(tmp_path / "attnres")
+    with pytest.raises(ValueError, match=f"is of type `{name}`, and a server needs a decoder"):
+        check_before_serving(str(tmp_path / "attnres"))
 
 
 def test_saved_for_speech_and_loaded_again(tmp_path):

@@ -5,7 +5,6 @@ Encoder-decoders are compared with both here, and have tests of their own in `te
 """
 
 import copy
-import filecmp
 import json
 import pickle
 import subprocess
@@ -14,6 +13,7 @@ import sys
 import pytest
 import torch
 from encoder_models import (
+    check_converted_and_back,
     converted_encoder,
     encoder_config,
     heads_of,
@@ -48,8 +48,7 @@ from transformers import (
 import attnres
 from attnres import AttnResConfig, AttnResForCausalLM, AttnResForImageClassification, AttnResForMaskedLM, DepthRecorder
 from attnres.base.families import ENCODERS, survey
-from attnres.checkpoints.checkpoint import auto_class_for
-from attnres.conversion import convert, prune, revert, select_layers, verify
+from attnres.conversion import convert, prune, select_layers, verify
 from attnres.conversion.probe_report import probe_report
 
 
@@ -141,27 +140,10 @@ def test_gradients(name, head):
     ],
 )
 def test_converted_and_back(name, head, tmp_path):
-    native = native_encoder(name, head, dtype=torch.float32)
-    native.save_pretrained(tmp_path / "base")
-    report = convert(tmp_path / "base", tmp_path / "attnres", num_blocks=4)
-    assert report.verification.equal and report.base_model_type == name
+    report = check_converted_and_back(name, head, tmp_path, num_blocks=4)
     text = report.verification.to_markdown()
     assert ("4 random images" in text) is (name in ("vit", "clip_vision_model"))
     assert ("4 random recordings" in text) is (name in ("wav2vec2", "audio-spectrogram-transformer"))
-    model, info = auto_class_for(head).from_pretrained(tmp_path / "attnres", output_loading_info=True)
-    assert type(model).__name__ == head and not info["missing_keys"] and not info["unexpected_keys"]
-    inputs = inputs_of(native)
-    with torch.no_grad():
-        assert relative(outputs_of(model, inputs), outputs_of(native, inputs)) < 1e-5
-    with_random_queries(model).save_pretrained(tmp_path / "trained")
-    again = auto_class_for(head).from_pretrained(tmp_path / "trained")
-    with torch.no_grad():
-        assert torch.equal(outputs_of(again, inputs), outputs_of(model, inputs))
-    found = verify(tmp_path / "base", tmp_path / "trained")
-    assert not found.equal and found.first_difference
-    revert(tmp_path / "attnres", tmp_path / "reverted")
-    for file in ("model.safetensors", "config.json"):
-        assert filecmp.cmp(tmp_path / "base" / file, tmp_path / "reverted" / file, shallow=False)
 
 
 def random_encoder(name, head):

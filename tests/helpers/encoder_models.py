@@ -2,13 +2,14 @@
 """Every model type with an encoder, with a decoder behind it or without: tiny models, and what they compute."""
 
 import contextlib
+import filecmp
 import inspect
 import re
 from dataclasses import fields
 
 import torch
 from decoder_configs import COMMON
-from literal_definition import LiteralDefinition
+from literal_definition import LiteralDefinition, relative
 from transformers import AutoConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
@@ -16,6 +17,8 @@ import attnres
 from attnres import AttnResConfig
 from attnres.base.config import classes_on, has_own_classes, is_encoder_decoder, own_class
 from attnres.base.probe import example_inputs, stacks_of
+from attnres.checkpoints.checkpoint import auto_class_for
+from attnres.conversion import convert, revert, verify
 
 
 OF_ENCODERS = {**COMMON, "image_size": 16, "patch_size": 4, "type_vocab_size": 2, "drop_path_rate": 0.0}
@@ -171,3 +174,30 @@ def literal_outputs(native, model, inputs) -> torch.Tensor:
     counts = [definition.num_outputs for definition in definitions]
     assert counts == [*map(sum, model.config.sublayers_of_stacks())][: len(counts)], counts
     return outputs
+
+
+def check_converted_and_back(name: str, head: str, folder, num_blocks: int):
+    """Convert the checkpoint of a tiny model and back; what is written is in `base`, `attnres`, `trained`, `reverted`.
+
+    Returns:
+        The report of the conversion.
+    """
+    native = native_encoder(name, head, dtype=torch.float32)
+    native.save_pretrained(folder / "base")
+    report = convert(folder / "base", folder / "attnres", num_blocks=num_blocks)
+    assert report.verification.equal and report.base_model_type == name
+    model, info = auto_class_for(head).from_pretrained(folder / "attnres", output_loading_info=True)
+    assert type(model).__name__ == head and not info["missing_keys"] and not info["unexpected_keys"]
+    inputs = inputs_of(native)
+    with torch.no_grad():
+        assert relative(outputs_of(model, inputs), outputs_of(native, inputs)) < 1e-5
+    with_random_queries(model).save_pretrained(folder / "trained")
+    again = auto_class_for(head).from_pretrained(folder / "trained")
+    with torch.no_grad():
+        assert torch.equal(outputs_of(again, inputs), outputs_of(model, inputs))
+    found = verify(folder / "base", folder / "trained")
+    assert not found.equal and found.first_difference
+    revert(folder / "attnres", folder / "reverted")
+    for file in ("model.safetensors", "config.json"):
+        assert filecmp.cmp(folder / "base" / file, folder / "reverted" / file, shallow=False)
+    return report
