@@ -81,7 +81,8 @@ def run(model, input_ids):
 
 
 def environment(**variables):
-    path = os.pathsep.join([*variables.pop("paths", ()), str(BESIDE)])
+    paths = [*variables.pop("paths", ()), os.environ.get("PYTHONPATH", ""), str(BESIDE)]
+    path = os.pathsep.join(filter(None, paths))
     return os.environ | {"PYTHONPATH": path, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"} | variables
 
 
