@@ -7,7 +7,6 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
-from ..base.config import has_own_classes
 from ..utils.untrusted import check_folder, read_json
 
 
@@ -90,6 +89,8 @@ def check_before_serving(model: str | None):
     folder = Path(model).expanduser()
     if (folder / "config.json").exists():
         check_folder(folder, follow_links=True)
+        from ..base.config import has_own_classes  # which imports torch: a path that is not there is told before
+
         base_model_type = read_json(folder / "config.json").get("base_model_type")
         if isinstance(base_model_type, str) and has_own_classes(base_model_type):
             raise ValueError(
