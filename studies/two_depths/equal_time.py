@@ -1,0 +1,175 @@
+# Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
+"""The two depths at equal time, with the steps of reads in two phases.
+
+    python -m studies.two_depths.equal_time speed    # seconds per training step, on a machine that does nothing else
+    python -m studies.two_depths.equal_time run      # 2 hours on one thread; interrupted, it resumes
+    python -m studies.two_depths.equal_time report   # equal_time.md, from the results alone
+
+What is compared, and how, was written down first: studies/two_depths/equal_time.protocol.md.
+"""
+
+import bisect
+import json
+import math
+import statistics
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+
+from attnres.training.scaling.sweep import next_rate
+from attnres.utils.files import write_file
+from attnres.utils.timing import alternate, machine
+from studies.common.arms import Work, prepare, training_step
+from studies.common.paired import bold_if_certain, corrected_p, in_words
+from studies.common.runs import losses_in_words, read_runs, train_missing
+from studies.reads.study import RESULTS as READ_STUDY
+from studies.two_depths.study import (
+    ARMS,
+    DEPTHS,
+    FIELDS,
+    IN_TIME,
+    RESULTS,
+    SEEDS,
+    STEPS,
+    TUNING_SEEDS,
+    Run,
+    chosen_rate,
+    finals_of,
+    label_of,
+    losses_by_rate,
+    make_model,
+    of_seeds,
+    rates_in_words,
+    train,
+    tuning_means,
+    with_further_rates,
+)
+
+
+RUNS, SPEED, TABLE = (RESULTS / f"equal_time{end}" for end in ("_runs.jsonl", "_speed.json", ".md"))
+# What PreNorm does in the time of 600 steps of 6 blocks, and its rates
+LENGTH, RATES = 757, (8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
+# Means of three seeds that are closer than this do not tell rates apart
+NOISE = 0.05
+MODES = ("eager", "compiled")
+console = Console()
+app = typer.Typer(add_completion=False, help=__doc__)
+
+
+def next_run(found: dict[Run, dict[str, Any]]) -> Run | None:
+    """The sweep, and then the best rate with all seeds; `None` when everything has a result."""
+    means = tuning_means(found, "deep", "prenorm", LENGTH)
+    rate = next_rate(means, RATES, noise=NOISE)
+    seeds = SEEDS if rate is None else TUNING_SEEDS
+    rate = rate or min(means, key=means.__getitem__)
+    runs = (Run("deep", "prenorm", seed, LENGTH, rate) for seed in seeds)
+    return next((run for run in runs if run not in found), None)
+
+
+@app.command("run")
+def run_all(work: Work = Path("study-work")):
+    """Train what has no result yet, on one thread."""
+    torch.set_num_threads(1)
+    prepare(work, READ_STUDY / "manifest.json")
+    train_missing(next_run, lambda run: train(run, work), RUNS, losses_in_words, Run)
+    console.print(f"All runs are in {RUNS}; `python -m studies.two_depths.equal_time report` makes the table.")
+
+
+@app.command()
+def speed(pairs: Annotated[int, typer.Option(help="Alternating steps of each model.")] = 75):
+    """Time a training step, eager and compiled, all arms of a depth in turn in one process on one thread."""
+    torch.set_num_threads(1)
+    figures: dict[str, Any] = {"machine": machine("cpu")}
+    for mode in MODES:
+        for depth in DEPTHS:
+            models = [make_model(depth, arm, 0).train() for arm in ARMS]
+            if mode == "compiled":
+                models = [torch.compile(model, fullgraph=True) for model in models]
+            seconds = alternate([training_step(model) for model in models], pairs, f"{label_of(depth)}, {mode}")
+            quartiles = (seconds / seconds[:, :1]).quantile(torch.tensor([0.25, 0.5, 0.75]).double(), dim=0).T
+            figures.setdefault(mode, {})[depth] = {
+                arm: {"seconds": seconds[:, i].median().item(), "ratio_quartiles": quartiles[i].tolist()}
+                for i, arm in enumerate(ARMS)
+            }
+    write_file(SPEED, json.dumps(figures, indent=1) + "\n")
+    console.print(figures)
+
+
+def losses_of_prenorm(found: dict[Run, dict[str, Any]], depth: str) -> dict[int, list[float]]:
+    """By number of steps, the judging losses of the seeds at the best rate of that length."""
+    if depth == "wide":
+        finals = finals_of(found, depth)
+        return {STEPS: finals["prenorm"], 2 * STEPS: finals["double"]}
+    rates = {steps: chosen_rate(found, depth, "prenorm", steps) for steps in (STEPS, LENGTH, IN_TIME)}
+    return {steps: of_seeds(found, depth, "prenorm", steps, rate) for steps, rate in rates.items()}
+
+
+def interpolated(by_steps: dict[int, list[float]], steps: float) -> list[float]:
+    """Of each seed, linearly in the logarithm of the steps; beyond the longest, that of the longest."""
+    lengths = sorted(by_steps)
+    if steps >= lengths[-1]:
+        return by_steps[lengths[-1]]
+    after = max(bisect.bisect(lengths, steps), 1)
+    low, high = lengths[after - 1], lengths[after]
+    share = math.log(steps / low) / math.log(high / low)
+    return [(1 - share) * a + share * b for a, b in zip(by_steps[low], by_steps[high])]
+
+
+def comparisons(planned: dict, found: dict, speeds: dict[str, Any]) -> dict[tuple[str, str], list[float]]:
+    """By depth and arm, its loss minus PreNorm's at equal time, of each seed.
+
+    Args:
+        planned: the runs of the protocol of two depths, which chose the rates of AttnRes.
+        found: these and all others.
+        speeds: of one mode.
+    """
+    rows = {}
+    for depth in DEPTHS:
+        by_steps = losses_of_prenorm(found if depth == "deep" else planned, depth)
+        finals = finals_of(planned, depth)
+        for arm in FIELDS:
+            baseline = interpolated(by_steps, STEPS * speeds[depth][arm]["ratio_quartiles"][1])
+            rows[depth, arm] = [loss - other for loss, other in zip(finals[arm], baseline)]
+    return rows
+
+
+@app.command()
+def report():
+    """Rewrite equal_time.md from the results alone."""
+    planned = read_runs(RESULTS / "runs.jsonl", Run)
+    found = with_further_rates(RESULTS) | read_runs(RUNS, Run)
+    if next_run(found) or not SPEED.exists():
+        raise typer.BadParameter("Runs or times are missing: continue with `run` and `speed`.")
+    speeds = json.loads(SPEED.read_text())
+    rows = {mode: comparisons(planned, found, speeds[mode]) for mode in MODES}
+    corrected = corrected_p(rows["eager"])
+    lines = ["# Two depths at equal time, with reads in two phases", "", "By the [protocol](equal_time.protocol.md)."]
+    lines += [
+        "",
+        "| | | mode | time of a step (quartiles) | minus PreNorm at equal time, by seed | mean [95 %] | p (Holm) |",
+    ]
+    lines += ["|---|---|---|---|---|---|---|"]
+    for mode in MODES:
+        for (depth, arm), differences in rows[mode].items():
+            low, median, high = speeds[mode][depth][arm]["ratio_quartiles"]
+            p = corrected[depth, arm]
+            cells = [label_of(depth), ARMS[arm], mode, f"{median:.2f} ({low:.2f} to {high:.2f})"]
+            cells += [", ".join(f"{d:+.3f}" for d in differences), in_words(differences, 3), ""]
+            if mode == "eager":
+                cells[-2:] = [bold_if_certain(cells[-2], p), f"{p:.3f}"]
+            lines.append(f"| {' | '.join(cells)} |")
+    lines += ["", "| PreNorm, 24 layers of 48 | by learning rate, three seeds | at the one in bold, five seeds |"]
+    lines += ["|---|---|---|"]
+    for steps, losses in losses_of_prenorm(found, "deep").items():
+        of_rates = losses_by_rate(found, "deep", "prenorm", "judging_loss", steps)
+        in_bold = rates_in_words(of_rates, chosen_rate(found, "deep", "prenorm", steps))
+        lines.append(f"| {steps} steps | {in_bold} | {statistics.mean(losses):.3f} ({statistics.stdev(losses):.3f}) |")
+    write_file(TABLE, "\n".join(lines) + "\n")
+    console.print(f"Wrote {TABLE}", highlight=False)
+
+
+if __name__ == "__main__":
+    app()
