@@ -13,6 +13,7 @@ import typer
 
 from attnres.utils.files import append_json
 from studies.kept_stream import study as kept_stream
+from studies.two_depths import equal_time
 from studies.two_depths import study as two_depths
 from studies.two_depths.study import (
     ARMS,
@@ -125,6 +126,57 @@ def test_report(runs, tmp_path):
         cells[4] for cells in rows if cells[0][2:] == "24 layers of 48" and cells[1] == "PreNorm"
     )
     assert (tmp_path / "rates.png").exists() and (tmp_path / "rates.svg").exists()
+
+
+def test_equal_time(runs, tmp_path, monkeypatch):
+    """The sweep goes on while an end is as good as the best but for noise, and losses are those at the arm's time."""
+    further, noise = {}, random.Random(1)
+    while run := next_run(runs | further, "deep", FURTHER):
+        further[run] = made_up(run, noise)
+    own = {}
+    while run := equal_time.next_run(own):
+        own[run] = made_up(run, noise)
+        own[run] |= {"tuning_loss": 4 + abs(math.log2(run.learning_rate / 3.2e-2)) / 22}
+    assert [(r.learning_rate, r.seed) for r in own] == [
+        *((rate, seed) for rate in (8e-3, 1.6e-2, 3.2e-2, 6.4e-2, 0.128) for seed in TUNING_SEEDS),
+        *((3.2e-2, seed) for seed in (3, 4)),
+    ]
+    assert {(r.depth, r.arm, r.steps) for r in own} == {("deep", "prenorm", 757)}
+    for name, value in (("RESULTS", tmp_path), ("RUNS", tmp_path / "own.jsonl"), ("TABLE", tmp_path / "table.md")):
+        monkeypatch.setattr(equal_time, name, value)
+    monkeypatch.setattr(equal_time, "SPEED", tmp_path / "speed.json")
+    for name, results in (("runs", runs), ("further_rates", further), ("own", own)):
+        for result in results.values():
+            append_json(tmp_path / f"{name}.jsonl", result)
+    with pytest.raises(typer.BadParameter, match="continue with `run` and `speed`"):
+        equal_time.report()
+    ratios = {"prenorm": 1.0, "blocks": 700 / 600, "full": 1.5}
+    speeds = {depth: {arm: {"ratio_quartiles": [ratio] * 3} for arm, ratio in ratios.items()} for depth in DEPTHS}
+    (tmp_path / "speed.json").write_text(json.dumps({"eager": speeds, "compiled": speeds}))
+    equal_time.report()
+    rows = [line.split(" | ") for line in (tmp_path / "table.md").read_text().splitlines() if line.startswith("| ")]
+    means = {(cells[0][2:], cells[1], cells[2]): cells[5] for cells in rows if len(cells) == 7}
+
+    def judging(of, depth, arm, steps, rate):
+        key = (depth, arm, steps, rate)
+        losses = [
+            result["judging_loss"] for r, result in of.items() if key == (r.depth, r.arm, r.steps, r.learning_rate)
+        ]
+        assert len(losses) == len(SEEDS)
+        return statistics.mean(losses)
+
+    blocks = judging(runs, "deep", "blocks", 600, 1.6e-2)
+    short, long = judging(runs, "deep", "prenorm", 600, 8e-3), judging(own, "deep", "prenorm", 757, 3.2e-2)
+    between = short + math.log(700 / 600) / math.log(757 / 600) * (long - short)
+    for mode in equal_time.MODES:
+        assert f"{blocks - between:+.3f} [" in means["24 layers of 48", "6 blocks", mode]
+    longest = judging(runs, "deep", "prenorm", IN_TIME, chosen_rate(runs, "deep", "prenorm", IN_TIME))
+    full = judging(runs, "deep", "full", 600, chosen_rate(runs, "deep", "full"))
+    assert f"{full - longest:+.3f} [" in means["24 layers of 48", "Full", "eager"]
+    once, twice = (judging(runs, "wide", "prenorm", steps, 8e-3) for steps in (600, 1200))
+    full = judging(runs, "wide", "full", 600, chosen_rate(runs, "wide", "full"))
+    wide = full - (once + math.log2(1.5) * (twice - once))
+    assert f"{wide:+.3f} [" in means["6 layers of 96", "Full", "eager"]
 
 
 @pytest.mark.slow
