@@ -16,6 +16,7 @@ from studies.reads.study import (
     GRID,
     LATER_ARMS,
     SEEDS,
+    STEPS,
     TUNING_SEED,
     Run,
     app,
@@ -73,6 +74,21 @@ def test_the_table(tmp_path):
     assert "**-" in rows["8 blocks"] and "**+" in rows["Full"] and "**" not in rows["8 blocks, sigmoid"]
     (blocks,) = (line for line in equal_time.splitlines() if line.startswith("| 8 blocks |") and "[" in line)
     assert "-0.05" in blocks or "-0.04" in blocks  # twice the time is twice the tokens
+    assert "would have continued" not in text
+    for seed, own in enumerate(
+        [r for r in read_json_lines(tmp_path / "runs.jsonl") if r["run"]["arm"] == "blocks"][:5]
+    ):
+        run = Run("blocks", seed, STEPS, 3.2e-2)
+        further = {
+            "run": asdict(run),
+            "tuning_loss": 0,
+            "judging_loss": own["judging_loss"] + 0.25 + seed / 1000,
+            "parameters": 10,
+        }
+        append_json(tmp_path / "further_rates.jsonl", further)
+    assert CliRunner().invoke(app, ["report", "--results", str(tmp_path)]).exit_code == 0
+    section = (tmp_path / "table.md").read_text().split("would have continued")[1].split("##")[0]
+    assert "| 8 blocks | 0.032 | 4.1" in section and "+0.2520 [" in section
     # At another rate than the sweep's, a seed does not count
     for seed in (0, 1):
         results = read_json_lines(tmp_path / "runs.jsonl")

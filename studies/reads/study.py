@@ -9,6 +9,7 @@
 What is compared, and how, was written down first: studies/reads/protocol.md.
 """
 
+import itertools
 import json
 import platform
 import statistics
@@ -74,6 +75,8 @@ OTHER_RATES = [
     *[("prenorm", rate) for rate in (4e-3, 8e-3, COMMON_RATE)],
     *[(arm, COMMON_RATE) for arm in ("static", "raw_keys", "heads", "input", *LATER_ARMS)],
 ]
+# Where the sweeps would have gone on by the rule of later studies
+FURTHER_RATES = [(arm, 3.2e-2) for arm in ("blocks", "full")]
 ABLATIONS = ("static", "raw_keys", "window", "plain_final")
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -171,19 +174,19 @@ def rates(work: Work = Path("study-work"), results: Results = RESULTS):
     """Train in full at rates that the sweeps did not choose: is the comparison one of rates?"""
     torch.set_num_threads(1)
     prepare(work, results / "manifest.json")
-    for seed in SEEDS_OF_OTHER_RATES:
-        for arm, rate in OTHER_RATES:
-            run, path = Run(arm, seed, STEPS, rate), results / "other_rates.jsonl"
+    for path, arms in ((results / "other_rates.jsonl", OTHER_RATES), (results / "further_rates.jsonl", FURTHER_RATES)):
+        for seed, (arm, rate) in itertools.product(SEEDS_OF_OTHER_RATES, arms):
+            run = Run(arm, seed, STEPS, rate)
             if run not in read_runs(path):
                 result = train(run, work)
                 append_json(path, result)
                 console.print(f"{run.name} at {rate:g}: {losses_in_words(result)}", highlight=False)
 
 
-def read_other_rates(results: Path) -> dict[tuple[str, float], dict[int, dict]]:
+def read_other_rates(results: Path, name: str = "other_rates") -> dict[tuple[str, float], dict[int, dict]]:
     """Results of an arm at another rate, by seed."""
     found: dict[tuple[str, float], dict[int, dict]] = {}
-    for run, result in read_runs(results / "other_rates.jsonl").items():
+    for run, result in read_runs(results / f"{name}.jsonl").items():
         found.setdefault((run.arm, run.learning_rate), {})[run.seed] = result
     return found
 
@@ -217,6 +220,21 @@ def table_of(rows: dict[str, list[float]]) -> list[str]:
         mean = bold_if_certain(in_words(differences, 4), corrected[arm])
         lines.append(f"| {ARMS[arm]} | {by_seed} | {mean} | {corrected[arm]:.3f} |")
     return lines
+
+
+def further_rates_table(results: Path, losses: dict[str, list[float]], seeds: list[int]) -> list[str]:
+    """Lines of Markdown, none before the runs: losses at further rates, and minus those at the rates of the sweeps."""
+    lines = []
+    for (arm, rate), of_seed in read_other_rates(results, "further_rates").items():
+        if of_seed.keys() >= set(seeds):
+            further = [of_seed[seed]["judging_loss"] for seed in seeds]
+            differences = [loss - other for loss, other in zip(further, losses[arm])]
+            cells = [ARMS[arm], f"{rate:g}", f"{statistics.mean(further):.4f} ({statistics.stdev(further):.3f})"]
+            cells += [", ".join(f"{d:+.3f}" for d in differences), in_words(differences, 4)]
+            lines.append(f"| {' | '.join(cells)} |")
+    heading = ["", "## At a rate where the sweeps would have continued, equal tokens", ""]
+    heading += ["| | learning rate | held-out loss (SD) | minus that of its sweep's rate, by seed | mean [95 %] |"]
+    return [*heading, "|---|---|---|---|---|", *lines] if lines else []
 
 
 @app.command()
@@ -275,6 +293,7 @@ def report(results: Results = RESULTS):
         for rate, of_seeds in others_of_prenorm.items():
             by_seed = ", ".join(f"{d:+.3f}" for d in of_seeds)
             lines.append(f"| {rate:g} | {by_seed} | {in_words(of_seeds, 4)} |")
+    lines += further_rates_table(results, losses, seeds)
     for title, rows in tables.items():
         lines += ["", f"## {title}", "", *table_of(rows), ""]
         lines.append(f"Before correction, a difference of {detectable(rows):.3f} is found with probability 0.8.")
