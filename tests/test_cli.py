@@ -126,6 +126,7 @@ def test_the_same_words_for_the_same_things():
     assert [name for name in NAMES if "--json" not in options[name]] == WITHOUT_JSON
 
 
+@pytest.mark.slow
 def test_colours_and_json_in_a_pipe(tmp_path):
     """In a process of its own: what libraries say when they are imported is not on stdout either."""
     (tmp_path / "peft.py").touch()  # whose import takes ten seconds

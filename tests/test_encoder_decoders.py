@@ -245,6 +245,7 @@ def test_weights_and_recorders():
     assert relative(model(**inputs).logits, outputs.logits) < 1e-12, "an error has left something behind"
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_trained", [False, True], ids=["inference", "gradients"])
 def test_compiled_as_one_graph(is_trained):
     model, _, inputs = random_model(*T5)
@@ -294,6 +295,7 @@ def test_fp16_and_what_it_does_against_overflow(name, head):
     assert stream.newest.abs().max() > 6e4 and stream.newest.isfinite().all()
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize(
     "name, head",
     [T5, WHISPER, ("t5", "AttnResForTokenClassification"), ("mbart", "AttnResForSequenceClassification")],

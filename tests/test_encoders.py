@@ -126,6 +126,7 @@ def test_gradients(name, head):
         assert model.trunk.depth_queries.query.grad.abs().sum(-1).count_nonzero() >= model.config.num_sites - 1
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "name, head",
     [
@@ -152,6 +153,7 @@ def random_encoder(name, head):
     return with_random_queries(converted_encoder(native, head, 3)), inputs_of(native)
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("is_trained", [False, True], ids=["inference", "gradients"])
 @pytest.mark.parametrize("name, head", ONE_OF_EACH)
 def test_compiled_as_one_graph(name, head, is_trained):

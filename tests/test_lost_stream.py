@@ -248,6 +248,7 @@ def test_a_model_made_while_another_thread_makes_a_config():
     assert torch.nn.init.normal_ is of_torch
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_is_made_without_initial_values(family, monkeypatch):
     """transformers replaces `torch.nn.init` while it gives them, and two threads that do so leave it replaced.

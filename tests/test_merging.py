@@ -321,6 +321,7 @@ def mixed_model(fields, block_size: int):
     return adapted(model, a=lora_config(r=2), b=lora_config(r=3), plain=lora(r=2))
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("block_size", [1, 2, 3])
 @pytest.mark.parametrize("fields", mostly_slow(READS, every=4), ids=name_of)
 def test_several_adapters_in_a_batch(fields, block_size, batch):

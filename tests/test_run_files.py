@@ -107,6 +107,7 @@ SHORT_RUN = [
 ]
 
 
+@pytest.mark.slow
 def test_lines_of_a_run(files):
     """In a file: one for each entry of the log, and no control characters."""
     result = subprocess.run(SHORT_RUN, capture_output=True, text=True)

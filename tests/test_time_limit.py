@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("minutes, outcome", [("-1", "skipped"), ("60", "passed")])
 def test_what_is_left_out_is_counted(minutes, outcome):
     """In two processes, whose lists of tests have to agree: xdist runs nothing if they do not."""
