@@ -16,10 +16,13 @@ import numpy as np
 import pytest
 import typer
 
+from attnres.training.scaling.sweep import next_rate
 from studies.common import arms as study_arms
 from studies.common import paired
+from studies.common.runs import TUNING_SEED, read_runs
 from studies.reads import ablation_table
 from studies.reads import study as read_study
+from studies.retrofit import study as retrofit
 from studies.two_depths import study as two_depths
 
 
@@ -238,6 +241,31 @@ def test_two_depths():
     assert means["deep less wide", "both", "6 blocks"] == in_words(
         gains["deep", "blocks"] - gains["wide", "blocks"], 3
     )
+
+
+def test_which_sweeps_would_continue():
+    """By the rule that takes the noise into account, as the page says."""
+
+    def further_rate(losses):
+        return next_rate(losses, tuple(losses), noise=0.05)
+
+    runs = read_runs(STUDIES / "retrofit/runs.jsonl")
+    for arm in {run.arm for run in runs if run.seed == TUNING_SEED}:
+        losses = sorted(retrofit.tuning_losses(runs, arm).items())
+        best = min(loss for _, loss in losses)
+        assert all(loss - best > 0.0115 for _, loss in (losses[0], losses[-1])), arm
+    runs = read_runs(STUDIES / "reads/runs.jsonl")
+    swept = [arm for arm in read_study.ARMS if arm != "prenorm_double"]
+    further = {arm: further_rate(read_study.tuning_losses(runs, arm)) for arm in swept}
+    assert {arm: rate for arm, rate in further.items() if rate} == {"prenorm": 0.016, "blocks": 0.064, "full": 0.064}
+    runs = two_depths.with_further_rates(STUDIES / "two_depths")
+    further = {
+        (depth, arm)
+        for depth in two_depths.DEPTHS
+        for arm in two_depths.ARMS
+        if further_rate(two_depths.tuning_means(runs, depth, arm, 600))
+    }
+    assert further == {("deep", "prenorm"), ("deep", "full"), *(("wide", arm) for arm in two_depths.ARMS)}
 
 
 def test_page_of_two_depths():
