@@ -268,6 +268,27 @@ def test_which_sweeps_would_continue():
     assert further == {("deep", "prenorm"), ("deep", "full"), *(("wide", arm) for arm in two_depths.ARMS)}
 
 
+def test_equal_time_of_two_depths():
+    """What the page says of 6 blocks, whose steps take 1.26 times as long as PreNorm's."""
+    found = defaultdict(dict)
+    for result in runs_of("two_depths") + runs_of("two_depths", "further_rates"):
+        depth, arm, seed, steps, rate = result["run"].values()
+        if depth == "deep":
+            found[arm, steps, rate][seed] = result["tuning_loss"], result["judging_loss"]
+
+    def at_best_rate(arm, steps):
+        rates = [key for key in found if key[:2] == (arm, steps)]
+        best = min(rates, key=lambda key: np.mean([found[key][seed][0] for seed in range(3)]))
+        return np.array([found[best][seed][1] for seed in range(5)])
+
+    short, long = at_best_rate("prenorm", 600), at_best_rate("prenorm", 825)
+    equal_time = short + math.log(1.262) / math.log(825 / 600) * (long - short)
+    mean, interval = in_words(at_best_rate("blocks", 600) - equal_time, 3).split(" ", 1)
+    page = " ".join((ROOT / "docs/results.md").read_text().split())
+    assert f"6 blocks minus PreNorm is {mean} ({interval.strip('[]').replace(', ', ' to ')})" in page
+    assert "1.26 times as long with 6 blocks, and 1.69 times with Full" in page
+
+
 def test_page_of_two_depths():
     """Every difference that the page and the README print is one of the table."""
     table = (STUDIES / "two_depths/table.md").read_text()
