@@ -119,9 +119,7 @@ def with_depth_attentions_of_stacks(base_forward: Callable) -> Callable:
         **kwargs,
     ):
         stacks, outer = self.stacks, getattr(FORWARD_CONTEXT, "recorders", None)
-        if (
-            outer is not None and outer[0][0] is stacks[0]
-        ):  # called by the model with a head, which has done all of this
+        if outer is not None and outer[0][0] is stacks[0]:  # the model with a head has done all of this
             return base_forward(self, *args, **kwargs)
         if kwargs.pop("depth_recorder", None) is not None:
             raise ValueError(

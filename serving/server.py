@@ -83,13 +83,18 @@ def serve_with_vllm(
 
 
 def check_before_serving(model: str | None):
-    """Before what takes long: a path that is not there would be looked for on the Hub."""
+    """Refuse, before anything slow starts, a path that is not there and a model that a server cannot run.
+
+    Raises:
+        FileNotFoundError: if a path is not there, which the servers would look for on the Hub.
+        ValueError: if it is an adapter, an encoder or an encoder-decoder.
+    """
     if model is None or not (model.startswith((".", "/", "~")) or Path(model).is_dir()):
         return
     folder = Path(model).expanduser()
     if (folder / "config.json").exists():
         check_folder(folder, follow_links=True)
-        from ..base.config import has_own_classes  # which imports torch: a path that is not there is told before
+        from ..base.config import has_own_classes  # imports torch; a missing path is reported without it
 
         base_model_type = read_json(folder / "config.json").get("base_model_type")
         if isinstance(base_model_type, str) and has_own_classes(base_model_type):

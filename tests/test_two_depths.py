@@ -200,7 +200,7 @@ def test_a_scaled_start():
 
 def test_sweeps_of_the_kept_stream():
     """They go on while an end is as good as the best but for noise, and so do those of the arms that had ended."""
-    found, order = dict(kept_stream.of_two_depths()), []
+    found, order = two_depths.with_further_rates(two_depths.RESULTS), []
     while run := kept_stream.next_run(found):
         found[run] = {"tuning_loss": 4 + abs(math.log2(run.learning_rate / 8e-3)) / 10}
         order.append((run.depth, run.arm))

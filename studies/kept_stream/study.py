@@ -15,15 +15,24 @@ from rich.console import Console
 
 from attnres.training.scaling.sweep import next_rate
 from studies.common.arms import Results, Work, prepare
-from studies.common.runs import losses_in_words, read_runs, train_missing
+from studies.common.runs import losses_in_words, train_missing
 from studies.reads.study import RESULTS as READ_STUDY
-from studies.two_depths.study import DEPTHS, RATES, SEEDS, STEPS, TUNING_SEEDS, Run, train, tuning_means
+from studies.two_depths.study import (
+    DEPTHS,
+    NOISE,
+    RATES,
+    SEEDS,
+    STEPS,
+    TUNING_SEEDS,
+    Run,
+    train,
+    tuning_means,
+    with_further_rates,
+)
 from studies.two_depths.study import RESULTS as TWO_DEPTHS
 
 
 RESULTS = Path(__file__).parent
-# Means of three seeds that are closer than this do not tell rates apart
-NOISE = 0.05
 # Added by this study, and those of two depths
 FIELDS: dict[str, dict[str, Any]] = {
     "kept": {"num_blocks": 6, "attn_res_stream": "kept"},
@@ -55,10 +64,6 @@ def next_run(found: dict[Run, dict[str, Any]]) -> Run | None:
     return None
 
 
-def of_two_depths() -> dict[Run, dict[str, Any]]:
-    return read_runs(TWO_DEPTHS / "runs.jsonl", Run) | read_runs(TWO_DEPTHS / "further_rates.jsonl", Run)
-
-
 @app.callback()
 def main():
     """Small models from scratch whose reads are added to the residual stream."""
@@ -71,7 +76,7 @@ def run_all(work: Work = Path("study-work"), results: Results = RESULTS):
     prepare(work, READ_STUDY / "manifest.json")
 
     def next_missing(found: dict[Run, dict[str, Any]]) -> Run | None:
-        return next_run(of_two_depths() | found)
+        return next_run(with_further_rates(TWO_DEPTHS) | found)
 
     def train_one(run: Run) -> dict[str, Any]:
         return train(run, work, FIELDS)

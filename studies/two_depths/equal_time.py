@@ -31,6 +31,7 @@ from studies.two_depths.study import (
     DEPTHS,
     FIELDS,
     IN_TIME,
+    NOISE,
     RESULTS,
     SEEDS,
     STEPS,
@@ -52,8 +53,6 @@ from studies.two_depths.study import (
 RUNS, SPEED, TABLE = (RESULTS / f"equal_time{end}" for end in ("_runs.jsonl", "_speed.json", ".md"))
 # What PreNorm does in the time of 600 steps of 6 blocks, and its rates
 LENGTH, RATES = 757, (8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
-# Means of three seeds that are closer than this do not tell rates apart
-NOISE = 0.05
 MODES = ("eager", "compiled")
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
