@@ -478,6 +478,22 @@ def test_not_served(name, head, tmp_path):
         check_before_serving(str(tmp_path / "attnres"))
 
 
+@pytest.mark.parametrize("base_model_type", ["llama", "nope", "", "T5", None, 5, ["t5"], {"t5": 1}, "t5\x00", "../t5"])
+def test_other_types_are_left_to_the_server(base_model_type, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"base_model_type": base_model_type}))
+    check_before_serving(str(tmp_path))
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [("", "is not JSON"), ("[]", "no JSON object"), ("{" * 9, "is not JSON"), ("[" * 99999, "nested")],
+)
+def test_a_config_that_is_none_is_not_served(content, message, tmp_path):
+    (tmp_path / "config.json").write_text(content)
+    with pytest.raises(ValueError, match=message):
+        check_before_serving(str(tmp_path))
+
+
 def test_saved_for_speech_and_loaded_again(tmp_path):
     model, _, inputs = random_model(*WHISPER, dtype=torch.float32)
     model.save_pretrained(tmp_path / "whisper")

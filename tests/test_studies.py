@@ -16,7 +16,9 @@ import numpy as np
 import pytest
 import typer
 
+from attnres.training.scaling.fit import fit_ladder
 from attnres.training.scaling.sweep import next_rate
+from attnres.utils.files import append_json
 from studies.common import arms as study_arms
 from studies.common import paired
 from studies.common.runs import TUNING_SEED, read_runs
@@ -319,6 +321,34 @@ def test_ladder():
             needed = (np.polyval(laws[arm], largest) - laws["prenorm"][1]) / laws["prenorm"][0]
             text = (STUDIES / "scaling/results/fit.md").read_text()
             assert f"| {arm} | {math.exp(needed - largest):.3f} [" in text
+
+
+def test_ladder_with_the_rates_of_blocks(tmp_path):
+    """What the page says of it: PreNorm's other runs in place of its own at three sizes, by the program itself."""
+    others = {(r["run"]["size"], r["run"]["seed"]): r["loss"] for r in runs_of("scaling/results", "other_rates")}
+    assert {size for size, _ in others} == {"62k", "116k", "223k"} and len(others) == 9
+    for name in ("ladder.yaml", "times.json"):
+        shutil.copy(STUDIES / "scaling/results" / name, tmp_path)
+    for result in runs_of("scaling/results"):
+        if result["run"]["arm"] == "prenorm":
+            result["loss"] = others.get((result["run"]["size"], result["run"]["seed"]), result["loss"])
+        append_json(tmp_path / "runs.jsonl", result)
+    page = " ".join((ROOT / "docs/how_to/scaling.md").read_text().split())
+    own = json.loads((STUDIES / "scaling/results/fit.json").read_text())["arms"]
+
+    def found(arms, arm, kind):
+        of, (low, high) = arms[arm][kind]["advantage"], arms[arm][kind]["interval"]
+        return f"{of:.2f}", f"({low:.2f} to {high:.2f})"
+
+    arms = fit_ladder(tmp_path)["arms"]
+    blocks, full = (" ".join(found(arms, arm, "equal_compute")) for arm in ("blocks", "full"))
+    assert f"the figure is {blocks} for 4 blocks and {full} for Full" in page
+    for start, of in (("PreNorm needs", own), ("it needs", arms)):
+        (blocks, around_blocks), (full, around_full) = (found(of, arm, "equal_time") for arm in ("blocks", "full"))
+        sentence = (
+            f"{start} {blocks} times the time of 4 blocks {around_blocks}, and {full} times that of Full {around_full}"
+        )
+        assert sentence in page
 
 
 def ranks(values) -> np.ndarray:
