@@ -1,6 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """Statistics of the studies: differences between runs of the same seed, over a few seeds."""
 
+import bisect
 import math
 import statistics
 from collections.abc import Hashable
@@ -59,3 +60,14 @@ def at_equal_time(once: list[float], twice: list[float], ratio: float) -> list[f
     """
     share = math.log2(ratio)
     return [(1 - share) * a + share * b for a, b in zip(once, twice)]
+
+
+def interpolated(by_steps: dict[int, list[float]], steps: float) -> list[float]:
+    """Of each seed, linearly in the logarithm of the steps; beyond the longest, that of the longest."""
+    lengths = sorted(by_steps)
+    if steps >= lengths[-1]:
+        return by_steps[lengths[-1]]
+    after = max(bisect.bisect(lengths, steps), 1)
+    low, high = lengths[after - 1], lengths[after]
+    share = math.log(steps / low) / math.log(high / low)
+    return [(1 - share) * a + share * b for a, b in zip(by_steps[low], by_steps[high])]

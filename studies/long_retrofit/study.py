@@ -1,28 +1,45 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """A real pretrained model trained further for 256,000 tokens, 25 times as long as in `studies/retrofit`.
 
-    python -m studies.long_retrofit.study run    # hours on one thread; interrupted, it resumes
+    python -m studies.long_retrofit.study run      # hours on one thread; interrupted, it resumes
+    python -m studies.long_retrofit.study speed    # the time of a training step, on a machine that does nothing else
+    python -m studies.long_retrofit.study report   # table.md and the figure from what lies in studies/long_retrofit
 
 What is compared, and how, was written down first: studies/long_retrofit/protocol.md.
 """
 
+import json
 import shutil
+import statistics
 import time
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
 
+import matplotlib.pyplot as plt
 import torch
 import typer
+from rich.console import Console
 from transformers import AutoModelForCausalLM
 from transformers.trainer_utils import get_last_checkpoint
 
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
 from attnres.training.scaling.sweep import next_rate
-from attnres.utils.timing import machine
-from studies.common.runs import TUNING_SEED, Run, train_missing
+from attnres.utils.figures import COLOURS, finish_axis, write_figure
+from attnres.utils.files import write_file
+from attnres.utils.timing import alternate, machine
+from studies.common.paired import interpolated
+from studies.common.runs import TUNING_SEED, Run, read_runs, train_missing
 from studies.kept_stream.retrofit import prepare_kept
-from studies.retrofit.study import QUERY_RATE, figures_in_words, judge
+from studies.retrofit.study import (
+    METRICS,
+    QUERY_RATE,
+    differences_tables,
+    figures_in_words,
+    judge,
+    sweeps_table,
+    tuning_losses,
+)
 
 
 RESULTS = Path(__file__).parent
@@ -32,6 +49,18 @@ SEEDS, GRID = range(3), (3e-5, 9e-5, 2.7e-4)
 NOISE = 0.01
 # By arm, the folder of `prepare_kept` that holds its model
 ARMS = {"prenorm": "base", "prenorm_longer": "base", "replaced": "attnres", "kept": "kept"}
+LABELS = {
+    "prenorm": "PreNorm",
+    "prenorm_longer": f"PreNorm, {LONGER} steps",
+    "replaced": "the paper's read",
+    "kept": "kept stream",
+}
+COMPARED = (("replaced", "prenorm"), ("kept", "prenorm"), ("kept", "replaced"))
+CURVES = {"judging": "new text", "old_text": "other text"}
+STYLES = dict(zip(ARMS, (("s:", COLOURS[6]), ("D--", COLOURS[6]), ("o-", COLOURS[0]), ("^-", COLOURS[1]))))
+Work = Annotated[Path, typer.Option(help="Folder for models, windows and checkpoints.")]
+Results = Annotated[Path, typer.Option(help="Folder for the figures of every run.")]
+console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
 
@@ -44,11 +73,7 @@ def next_run(found: dict[Run, dict[str, Any]]) -> Run | None:
     """First all sweeps, and then all arms seed by seed; `None` when everything has a result."""
     rates = {}
     for arm in dict.fromkeys(map(swept, ARMS)):
-        of_arm = {run: result for run, result in found.items() if (run.arm, run.seed) == (arm, TUNING_SEED)}
-        losses = {
-            run.learning_rate: result["tuning"]
-            for run, result in sorted(of_arm.items(), key=lambda item: item[0].learning_rate)
-        }
+        losses = tuning_losses(found, arm)
         rate = next_rate(losses, GRID, factor=3.0, noise=NOISE)
         if rate is not None:
             return Run(arm, TUNING_SEED, TUNING_STEPS, rate)
@@ -96,13 +121,13 @@ def train(run: Run, work: Path) -> dict[str, Any]:
         model=model,
         args=arguments,
         train_dataset=dataset(rows["train"][order[: run.steps * BATCH]]),
-        eval_dataset={part: dataset(rows[part]) for part in ("judging", "old_text")},
+        eval_dataset={part: dataset(rows[part]) for part in CURVES},
     )
     trainer.train(resume_from_checkpoint=get_last_checkpoint(output) if output.exists() else None)
     log = trainer.state.log_history
     curves = {
         part: {entry["step"]: entry[f"eval_{part}_loss"] for entry in log if f"eval_{part}_loss" in entry}
-        for part in ("judging", "old_text")
+        for part in CURVES
     }
     result = {
         "run": asdict(run),
@@ -117,14 +142,124 @@ def train(run: Run, work: Path) -> dict[str, Any]:
 
 
 @app.command("run")
-def run_all(
-    work: Annotated[Path, typer.Option(help="Folder for models, windows and checkpoints.")] = Path("retrofit-work"),
-    results: Annotated[Path, typer.Option(help="Folder for the figures of every run.")] = RESULTS,
-):
+def run_all(work: Work = Path("retrofit-work"), results: Results = RESULTS):
     """Train every run that has no result yet, on one thread."""
     torch.set_num_threads(1)
     prepare_kept(work)
     train_missing(next_run, lambda run: train(run, work), results / "runs.jsonl", figures_in_words)
+    console.print(f"All runs are in {results}; `python -m studies.long_retrofit.study report` makes the table.")
+
+
+@app.command()
+def speed(
+    work: Work = Path("retrofit-work"),
+    results: Results = RESULTS,
+    pairs: Annotated[int, typer.Option(help="Alternating steps of each model.")] = 7,
+):
+    """Time a training step of all arms in turn, on one thread."""
+    torch.set_num_threads(1)
+    prepare_kept(work)
+    ids = torch.load(work / "rows.pt")["train"][:BATCH]
+
+    def step_of(arm: str):
+        model = AutoModelForCausalLM.from_pretrained(work / ARMS[arm], dtype=torch.float32).train()
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+
+        def step():
+            model(input_ids=ids, labels=ids).loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+
+        return step
+
+    arms = ("prenorm", "replaced", "kept")
+    seconds = alternate([step_of(arm) for arm in arms], pairs, "Training steps")
+    quartiles = (seconds / seconds[:, :1]).quantile(torch.tensor([0.25, 0.5, 0.75]).double(), dim=0).T.tolist()
+    medians = seconds.median(dim=0).values.tolist()
+    figures: dict[str, Any] = {"machine": machine("cpu")}
+    figures |= {arm: {"seconds": s, "ratio_quartiles": of} for arm, s, of in zip(arms, medians, quartiles)}
+    write_file(results / "speed.json", json.dumps(figures, indent=1) + "\n")
+    console.print(figures)
+
+
+def differences(
+    finals: dict[tuple[str, int], dict[str, Any]], seeds: list[int], speeds: dict[str, Any]
+) -> dict[tuple[str, str, str, str], list[float]]:
+    """By metric, arm, the arm it is compared with and kind of comparison, the difference of each seed."""
+    found = {}
+    for metric in METRICS:
+        of = {arm: [finals[arm, seed][metric] for seed in seeds] for arm in ARMS}
+        for arm, other in COMPARED:
+            baselines = {"equal tokens": of[other]}
+            if other == "prenorm" and speeds:
+                steps = STEPS * speeds[arm]["ratio_quartiles"][1]
+                baselines["equal time"] = interpolated({STEPS: of[other], LONGER: of["prenorm_longer"]}, steps)
+            for kind, baseline in baselines.items():
+                found[metric, arm, other, kind] = [a - b for a, b in zip(of[arm], baseline)]
+    return found
+
+
+def means_tables(finals: dict[tuple[str, int], dict[str, Any]], seeds: list[int], speeds: dict[str, Any]) -> list[str]:
+    """Lines of Markdown: the metrics of each arm, and its losses along the way, as means over the seeds."""
+    lines = [f"| | learning rate | time of a step | {' | '.join(METRICS.values())} |", "|---" * 7 + "|"]
+    for arm, label in LABELS.items():
+        of_arm = [finals[arm, seed] for seed in seeds]
+        means = [f"{statistics.mean(result[metric] for result in of_arm):.4f}" for metric in METRICS]
+        low, time_of_step, high = speeds.get(swept(arm), {}).get("ratio_quartiles", [float("nan")] * 3)
+        rate = f"{of_arm[0]['run']['learning_rate']:g}"
+        lines.append(f"| {label} | {rate} | {time_of_step:.2f} ({low:.2f} to {high:.2f}) | {' | '.join(means)} |")
+    for part, label in CURVES.items():
+        steps = sorted({int(step) for arm in LABELS for step in finals[arm, seeds[0]]["curves"][part]})
+        lines += [
+            "",
+            f"| loss on {label}, after steps | {' | '.join(map(str, steps))} |",
+            "|---" * (1 + len(steps)) + "|",
+        ]
+        for arm in LABELS:
+            curves = [{int(step): loss for step, loss in finals[arm, s]["curves"][part].items()} for s in seeds]
+            cells = [f"{statistics.mean(c[s] for c in curves):.4f}" if s in curves[0] else "" for s in steps]
+            lines.append(f"| {LABELS[arm]} | {' | '.join(cells)} |")
+    return lines
+
+
+def plot_curves(finals: dict[tuple[str, int], dict[str, Any]], seeds: list[int], stem: Path) -> list[Path]:
+    """Losses along the way, a line for each seed."""
+    figure, axes = plt.subplots(1, len(CURVES), figsize=(11, 4.2), layout="constrained")
+    for axis, (part, label) in zip(axes, CURVES.items()):
+        for arm, (style, colour) in STYLES.items():
+            for seed in seeds:
+                curve = finals[arm, seed]["curves"][part]
+                tokens = [int(step) * BATCH * 128 / 1000 for step in curve]
+                named = {"label": LABELS[arm]} if seed == seeds[0] else {}
+                axis.plot(tokens, list(curve.values()), style, color=colour, markersize=4, linewidth=1, **named)
+        axis.set(title=f"On {label}", xlabel="thousand tokens", ylabel="loss")
+        finish_axis(axis)
+    axes[0].legend(frameon=False)
+    paths = write_figure(figure, stem)
+    plt.close(figure)
+    return paths
+
+
+@app.command()
+def report(results: Results = RESULTS):
+    """Rewrite table.md and the figure from the results alone."""
+    found = read_runs(results / "runs.jsonl")
+    finals = {(run.arm, run.seed): result for run, result in found.items() if run.seed != TUNING_SEED}
+    seeds = [seed for seed in SEEDS if all((arm, seed) in finals for arm in ARMS)]
+    if len(seeds) < 2:
+        raise typer.BadParameter(f"{len(seeds)} seeds have all arms, and two are needed: continue with `run`.")
+    speeds = json.loads((results / "speed.json").read_text()) if (results / "speed.json").exists() else {}
+    lines = [
+        "# A real model trained for longer",
+        "",
+        f"By the [protocol](protocol.md), seeds {seeds[0]} to {seeds[-1]}.",
+    ]
+    lines += ["", *means_tables(finals, seeds, speeds)]
+    lines += differences_tables(differences(finals, seeds, speeds), LABELS)
+    lines += sweeps_table(found, {arm: LABELS[arm] for arm in dict.fromkeys(map(swept, ARMS))})
+    write_file(results / "table.md", "\n".join(lines) + "\n")
+    paths = [results / "table.md", *plot_curves(finals, seeds, results / "curves")]
+    console.print(*(f"Wrote {path}" for path in paths), sep="\n", highlight=False)
 
 
 @app.callback()

@@ -1,19 +1,18 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The two depths at equal time, with the steps of reads in two phases.
 
-    python -m studies.two_depths.equal_time speed    # seconds per training step, on a machine that does nothing else
+    python -m studies.two_depths.equal_time speed    # seconds per training step, on a machine that does nothing else;
+                                                     # --mode compiled the same compiled, which takes long
     python -m studies.two_depths.equal_time run      # 2 hours on one thread; interrupted, it resumes
     python -m studies.two_depths.equal_time report   # equal_time.md, from the results alone
 
 What is compared, and how, was written down first: studies/two_depths/equal_time.protocol.md.
 """
 
-import bisect
 import json
-import math
 import statistics
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
@@ -23,7 +22,7 @@ from attnres.training.scaling.sweep import next_rate
 from attnres.utils.files import write_file
 from attnres.utils.timing import alternate, machine
 from studies.common.arms import Work, prepare, training_step
-from studies.common.paired import bold_if_certain, corrected_p, in_words
+from studies.common.paired import bold_if_certain, corrected_p, in_words, interpolated
 from studies.common.runs import losses_in_words, read_runs, train_missing
 from studies.reads.study import RESULTS as READ_STUDY
 from studies.two_depths.study import (
@@ -53,7 +52,6 @@ from studies.two_depths.study import (
 RUNS, SPEED, TABLE = (RESULTS / f"equal_time{end}" for end in ("_runs.jsonl", "_speed.json", ".md"))
 # What PreNorm does in the time of 600 steps of 6 blocks, and its rates
 LENGTH, RATES = 757, (8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
-MODES = ("eager", "compiled")
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -78,23 +76,28 @@ def run_all(work: Work = Path("study-work")):
 
 
 @app.command()
-def speed(pairs: Annotated[int, typer.Option(help="Alternating steps of each model.")] = 75):
-    """Time a training step, eager and compiled, all arms of a depth in turn in one process on one thread."""
+def speed(
+    mode: Annotated[
+        Literal["eager", "compiled"], typer.Option(help="Compiling takes minutes for each model.")
+    ] = "eager",
+    pairs: Annotated[int, typer.Option(help="Alternating steps of each model.")] = 75,
+):
+    """Time a training step of all arms of a depth in turn, in one process on one thread."""
     torch.set_num_threads(1)
-    figures: dict[str, Any] = {"machine": machine("cpu")}
-    for mode in MODES:
-        for depth in DEPTHS:
-            models = [make_model(depth, arm, 0).train() for arm in ARMS]
-            if mode == "compiled":
-                models = [torch.compile(model, fullgraph=True) for model in models]
-            seconds = alternate([training_step(model) for model in models], pairs, f"{label_of(depth)}, {mode}")
-            quartiles = (seconds / seconds[:, :1]).quantile(torch.tensor([0.25, 0.5, 0.75]).double(), dim=0).T
-            figures.setdefault(mode, {})[depth] = {
-                arm: {"seconds": seconds[:, i].median().item(), "ratio_quartiles": quartiles[i].tolist()}
-                for i, arm in enumerate(ARMS)
-            }
-    write_file(SPEED, json.dumps(figures, indent=1) + "\n")
-    console.print(figures)
+    figures = json.loads(SPEED.read_text()) if SPEED.exists() else {}
+    figures[mode] = {"machine": machine("cpu")}
+    for depth in DEPTHS:
+        models = [make_model(depth, arm, 0).train() for arm in ARMS]
+        if mode == "compiled":
+            models = [torch.compile(model, fullgraph=True) for model in models]
+        seconds = alternate([training_step(model) for model in models], pairs, f"{label_of(depth)}, {mode}")
+        quartiles = (seconds / seconds[:, :1]).quantile(torch.tensor([0.25, 0.5, 0.75]).double(), dim=0).T
+        figures[mode][depth] = {
+            arm: {"seconds": seconds[:, i].median().item(), "ratio_quartiles": quartiles[i].tolist()}
+            for i, arm in enumerate(ARMS)
+        }
+        write_file(SPEED, json.dumps(figures, indent=1) + "\n")
+    console.print(figures[mode])
 
 
 def losses_of_prenorm(found: dict[Run, dict[str, Any]], depth: str) -> dict[int, list[float]]:
@@ -106,17 +109,6 @@ def losses_of_prenorm(found: dict[Run, dict[str, Any]], depth: str) -> dict[int,
     return {steps: of_seeds(found, depth, "prenorm", steps, rate) for steps, rate in rates.items()}
 
 
-def interpolated(by_steps: dict[int, list[float]], steps: float) -> list[float]:
-    """Of each seed, linearly in the logarithm of the steps; beyond the longest, that of the longest."""
-    lengths = sorted(by_steps)
-    if steps >= lengths[-1]:
-        return by_steps[lengths[-1]]
-    after = max(bisect.bisect(lengths, steps), 1)
-    low, high = lengths[after - 1], lengths[after]
-    share = math.log(steps / low) / math.log(high / low)
-    return [(1 - share) * a + share * b for a, b in zip(by_steps[low], by_steps[high])]
-
-
 def comparisons(planned: dict, found: dict, speeds: dict[str, Any]) -> dict[tuple[str, str], list[float]]:
     """By depth and arm, its loss minus PreNorm's at equal time, of each seed.
 
@@ -126,7 +118,7 @@ def comparisons(planned: dict, found: dict, speeds: dict[str, Any]) -> dict[tupl
         speeds: of one mode.
     """
     rows = {}
-    for depth in DEPTHS:
+    for depth in (depth for depth in DEPTHS if depth in speeds):
         by_steps = losses_of_prenorm(found if depth == "deep" else planned, depth)
         finals = finals_of(planned, depth)
         for arm in FIELDS:
@@ -143,7 +135,7 @@ def report():
     if next_run(found) or not SPEED.exists():
         raise typer.BadParameter("Runs or times are missing: continue with `run` and `speed`.")
     speeds = json.loads(SPEED.read_text())
-    rows = {mode: comparisons(planned, found, speeds[mode]) for mode in MODES}
+    rows = {mode: comparisons(planned, found, of_mode) for mode, of_mode in speeds.items()}
     corrected = corrected_p(rows["eager"])
     lines = ["# Two depths at equal time, with reads in two phases", "", "By the [protocol](equal_time.protocol.md)."]
     lines += [
@@ -151,8 +143,8 @@ def report():
         "| | | mode | time of a step (quartiles) | minus PreNorm at equal time, by seed | mean [95 %] | p (Holm) |",
     ]
     lines += ["|---|---|---|---|---|---|---|"]
-    for mode in MODES:
-        for (depth, arm), differences in rows[mode].items():
+    for mode, of_mode in rows.items():
+        for (depth, arm), differences in of_mode.items():
             low, median, high = speeds[mode][depth][arm]["ratio_quartiles"]
             p = corrected[depth, arm]
             cells = [label_of(depth), ARMS[arm], mode, f"{median:.2f} ({low:.2f} to {high:.2f})"]
