@@ -92,6 +92,9 @@ def check_base_model_type(base_model_type: str, has_lm_head: bool = False):
     hint = f" Did you mean {' or '.join(close)}?" if close else ""
     if inside:
         hint = " Its models are inside multimodal ones, which are converted whole."
+    elif has_own_classes(base_model_type):
+        kind = "an encoder-decoder" if is_encoder_decoder(base_model_type) else "an encoder"
+        hint = f" It is {kind}, and this is for decoders."
     raise ValueError(
         f"`base_model_type={base_model_type!r}` is not supported: transformers {__version__} has no causal"
         f" language model{'' if has_lm_head else ' and no encoder'} of this type.{hint}"

@@ -480,10 +480,10 @@ def load_language_model(source: str | Path, *, follow_links: bool = True, **kwar
         return AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, use_safetensors=True, **kwargs)
 
 
-def check_shapes(folder: Path):
+def check_shapes(folder: Path, auto_class: type = AutoModelForCausalLM):
     """Raise a `ValueError` for tensors of other shapes than the config has, before memory is taken for those."""
     with stranger_errors_explained(f"`{folder}` does not load"):
-        AutoModelForCausalLM.from_pretrained(folder, device_map="meta", trust_remote_code=False, use_safetensors=True)
+        auto_class.from_pretrained(folder, device_map="meta", trust_remote_code=False, use_safetensors=True)
 
 
 def check_adapter(folder: str | Path):

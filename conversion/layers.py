@@ -113,14 +113,15 @@ def check_model(model: Any):
 
 def check_is_decoder(config: PreTrainedConfig):
     """Raise a `ValueError` for the config of a model whose layers are not one stack, on one residual stream."""
-    if is_encoder_decoder(getattr(config, "base_model_type", config.model_type)):
+    model_type = getattr(config, "base_model_type", config.model_type)
+    if is_encoder_decoder(model_type):
         raise ValueError(
-            f"Layers of a `{config.model_type}` model cannot be selected: it has an encoder as well as a decoder, and"
+            f"Layers of a `{model_type}` model cannot be selected: it has an encoder as well as a decoder, and"
             " a number does not say of which."
         )
     if config.get_text_config(decoder=True) is not config or not hasattr(config, "num_hidden_layers"):
         raise ValueError(
-            f"Layers of a `{config.model_type}` model cannot be selected: it is made of several models, and other"
+            f"Layers of a `{model_type}` model cannot be selected: it is made of several models, and other"
             " parts of it may refer to the layers of its language model."
         )
     if not isinstance(config, AttnResConfig):

@@ -26,7 +26,7 @@ from .benchmarks import (
     with_code_execution_marked,
 )
 from .harness import EvalSettings, run, versions
-from .models import EvalModel, EvalOptions, check_chat_template
+from .models import EvalModel, EvalOptions, check_chat_template, has_encoder
 from .report import keep_what_is_not_ours, summarize, write
 from .sandbox import available
 from .saved import ModelResults, output_folder
@@ -72,7 +72,7 @@ def evaluate(
     if run_with.allow_code_execution and any(benchmark.runs_code for benchmark in benchmarks):
         available()
     models = [model.resolved() for model in models]
-    check_chat_templates(models, options, benchmarks)
+    check_models(models, options, benchmarks)
     options = with_digests(options, run_with)
     with output_folder(output) as output:
         if is_first_process():
@@ -125,8 +125,13 @@ def check_options(options: EvalOptions, settings: EvalSettings):
     check_device(str(settings.device), "is not available")
 
 
-def check_chat_templates(models: list[EvalModel], options: EvalOptions, benchmarks: list[Benchmark]):
-    """Raise a `ValueError` if a prompt is to be a conversation, and a model has no chat template."""
+def check_models(models: list[EvalModel], options: EvalOptions, benchmarks: list[Benchmark]):
+    """Raise a `ValueError` if vLLM is to run an encoder-decoder, or a prompt is to be a conversation, and a model has
+    no chat template.
+    """
+    for model in models:
+        if options.backend == "vllm" and has_encoder(model):
+            raise ValueError(f"`{model.path}` is an encoder-decoder, which vLLM does not run: use `--backend hf`.")
     if options.apply_chat_template or any(benchmark.apply_chat_template for benchmark in benchmarks):
         for model in models:
             check_chat_template(model)

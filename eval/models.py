@@ -11,6 +11,7 @@ from huggingface_hub import snapshot_download
 from lm_eval.api.model import LM
 from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
 from ..checkpoints.checkpoint import check_adapter, check_shapes, load_tokenizer
 from ..checkpoints.fingerprint import checkpoint_fingerprint
@@ -107,13 +108,19 @@ class TransformersLM(HFLM):
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs) -> torch.Tensor:
         sequences = super()._model_generate(context, max_length, stop, **kwargs)
+        start = context.shape[1] if self.backend == "causal" else 0
         end = self.model.generation_config.eos_token_id
         ends = set(end if isinstance(end, list) else [end])
-        for answer in sequences[:, context.shape[1] :].tolist():
+        for answer in sequences[:, start:].tolist():
             text = self.tok_decode(answer, skip_special_tokens=False)
             has_ended = not ends.isdisjoint(answer) or any(word in text for word in stop)
             self.cut_off.append(sequences.shape[1] >= max_length and not has_ended)
         return sequences
+
+
+def has_encoder(model: EvalModel) -> bool:
+    """Whether it is an encoder-decoder."""
+    return read_config_dict(model.path, model.revision).get("is_encoder_decoder") is True
 
 
 def load_model(model: EvalModel, options: EvalOptions, device: str, batch_size: int | str) -> LM:
@@ -133,10 +140,13 @@ def load_model(model: EvalModel, options: EvalOptions, device: str, batch_size: 
         return get_model("vllm").create_from_arg_obj(arguments, {"batch_size": batch_size, "device": device})
     arguments |= {"trust_remote_code": False, "use_safetensors": True}
     what = f"`{model.path}` does not load" if peft is None else f"`{model.peft}` does not fit `{model.path}`"
+    backend, auto_class = (
+        ("seq2seq", AutoModelForSeq2SeqLM) if has_encoder(model) else ("causal", AutoModelForCausalLM)
+    )
     if model.revision is None:
-        check_shapes(Path(model.path))
+        check_shapes(Path(model.path), auto_class)
     with stranger_errors_explained(what):
-        lm = TransformersLM(**arguments, peft=peft, device=device, batch_size=batch_size, backend="causal")
+        lm = TransformersLM(**arguments, peft=peft, device=device, batch_size=batch_size, backend=backend)
     if hasattr(lm, "accelerator"):
         # lm-eval divides the documents among processes only where there are several GPUs in one machine; elsewhere
         # each process would do all of them and think itself the first

@@ -14,16 +14,20 @@ from pathlib import Path
 import lm_eval
 import numpy as np
 import pytest
+import torch
 import yaml
 from benchmark_data import Answerer, tasks_without_data, write_data_root
 from datasets import Dataset
 from huggingface_hub import ModelCard
+from lm_eval.api.instance import Instance
+from lm_eval.models.huggingface import HFLM
 from loopback_hub import LoopbackHub
 from peft import LoraConfig, get_peft_model
 from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, set_seed
 
 from attnres.checkpoints.fingerprint import checkpoint_fingerprint
+from attnres.conversion import convert as convert_checkpoint
 from attnres.data.text import read_sample, train_tokenizer
 from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite
 from attnres.eval.benchmarks import Benchmark, Unavailable, in_sandbox, load_tasks, task_manager
@@ -541,6 +545,80 @@ def test_command_line(checkpoints, quick, tmp_path, monkeypatch, capsys, run_att
     # a row that is skipped shows in the exit code
     assert run_attnres(*arguments[:3], "-o", "out2", "--suite", "core", "--data-root", quick[0] / "Rowan") == 3
     assert "HumanEval: it runs generated code; `--allow-code-execution` allows that" in capsys.readouterr().out
+
+
+@pytest.fixture
+def encoder_decoders(tmp_path):
+    """A T5 and its conversion."""
+    tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
+    shape = {
+        "d_model": 32,
+        "d_ff": 64,
+        "d_kv": 8,
+        "num_heads": 4,
+        "num_layers": 3,
+        "pad_token_id": tokenizer.pad_token_id,
+    }
+    config = T5Config(
+        vocab_size=len(tokenizer), decoder_start_token_id=0, eos_token_id=tokenizer.eos_token_id, **shape
+    )
+    set_seed(0)
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "t5")
+    tokenizer.save_pretrained(tmp_path / "t5")
+    convert_checkpoint(tmp_path / "t5", tmp_path / "t5-attnres", num_blocks=2)
+    return [str(tmp_path / "t5"), str(tmp_path / "t5-attnres")]
+
+
+def samples_of(output):
+    """By model, the answers to all requests of an evaluation."""
+    found = {}
+    for path in sorted((output / "models").glob("*/*.jsonl")):
+        found.setdefault(path.parent.name.rsplit("-", 1)[0], []).extend(
+            json.loads(line)["resps"] for line in path.open()
+        )
+    return found
+
+
+def test_encoder_decoders(encoder_decoders, quick, tmp_path):
+    """Both are asked as lm-eval asks a T5, and answer the same."""
+    results = evaluate(encoder_decoders, tmp_path / "out", suite="quick", data_root=quick[0], device="cpu")
+    assert len(results["rows"]) == 2 and not results["skipped"]
+    of_t5, of_attnres = samples_of(tmp_path / "out").values()
+    assert len(of_t5) == 34
+    likelihoods = [
+        np.array([float(answer[0][0]) for answers in of for answer in answers]) for of in (of_t5, of_attnres)
+    ]
+    np.testing.assert_allclose(*likelihoods, rtol=1e-5)
+    lm = HFLM(pretrained=encoder_decoders[0], device="cpu")
+    context, ending = "The dog", " barks"
+    request = Instance("loglikelihood", {}, (context, ending), 0)
+    ids = [lm.tokenizer(text, return_tensors="pt", add_special_tokens=False).input_ids for text in (context, ending)]
+    with torch.no_grad():
+        logits = lm.model(input_ids=ids[0], labels=ids[1]).logits.log_softmax(-1)
+    assert lm.loglikelihood([request])[0][0] == pytest.approx(logits.gather(-1, ids[1][..., None]).sum().item(), 1e-5)
+    with pytest.raises(ValueError, match="is an encoder-decoder, which vLLM does not run: use `--backend hf`"):
+        evaluate(encoder_decoders, tmp_path / "vllm", suite="quick", options=EvalOptions(backend="vllm"))
+    assert not (tmp_path / "vllm").exists()
+
+
+@pytest.mark.slow
+def test_encoder_decoders_write(encoder_decoders, paper, tmp_path):
+    """Answers of the decoder alone, without the prompt, and whether the limit of length cut them off."""
+    options = EvalOptions(max_gen_toks=8, limit=2)
+    results = evaluate(
+        encoder_decoders, tmp_path / "out", tasks=["gsm8k_cot"], options=options, data_root=paper[0], device="cpu"
+    )
+    assert not results["skipped"]
+    of_t5, of_attnres = samples_of(tmp_path / "out").values()
+    assert of_t5 == of_attnres and len(of_t5) == 2
+    model = load_model(EvalModel(encoder_decoders[1]), options, "cpu", 1)
+    (answer,) = model.generate_until(
+        [Instance("generate_until", {}, ("The dog", {"until": ["\0"], "max_gen_toks": 5}), 0)]
+    )
+    ids = model.tokenizer("The dog", return_tensors="pt").input_ids
+    written = model.model.generate(ids, max_length=ids.shape[1] + 5, do_sample=False)[0]
+    assert answer == model.tokenizer.decode(written, skip_special_tokens=True)
+    assert list(model.cut_off) == [len(written) == ids.shape[1] + 5 and model.tokenizer.eos_token_id not in written]
 
 
 DIES = """
