@@ -48,16 +48,16 @@ SEEDS, GRID = range(3), (3e-5, 9e-5, 2.7e-4)
 # Losses of a sweep that are closer than this are alike: five seeds of the short study are 0.013 apart (SD)
 NOISE = 0.01
 # By arm, the folder of `prepare_kept` that holds its model
-ARMS = {"prenorm": "base", "prenorm_longer": "base", "replaced": "attnres", "kept": "kept"}
+ARMS = {"prenorm": "base", "replaced": "attnres", "kept": "kept", "prenorm_longer": "base"}
 LABELS = {
     "prenorm": "PreNorm",
-    "prenorm_longer": f"PreNorm, {LONGER} steps",
     "replaced": "the paper's read",
     "kept": "kept stream",
+    "prenorm_longer": f"PreNorm, {LONGER} steps",
 }
 COMPARED = (("replaced", "prenorm"), ("kept", "prenorm"), ("kept", "replaced"))
 CURVES = {"judging": "new text", "old_text": "other text"}
-STYLES = dict(zip(ARMS, (("s:", COLOURS[6]), ("D--", COLOURS[6]), ("o-", COLOURS[0]), ("^-", COLOURS[1]))))
+STYLES = dict(zip(ARMS, (("s:", COLOURS[6]), ("o-", COLOURS[0]), ("^-", COLOURS[1]), ("D--", COLOURS[6]))))
 Work = Annotated[Path, typer.Option(help="Folder for models, windows and checkpoints.")]
 Results = Annotated[Path, typer.Option(help="Folder for the figures of every run.")]
 console = Console()
