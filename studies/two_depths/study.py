@@ -140,12 +140,13 @@ def make_model(depth: str, arm: str, seed: int, fields: dict[str, dict[str, Any]
     return model
 
 
-def train(run: Run, work: Path, fields_of_arms: dict[str, dict[str, Any]] = FIELDS) -> dict[str, Any]:
-    """Train one run; its figures."""
+def train(run: Run, work: Path, fields_of_arms: dict[str, dict[str, Any]] = FIELDS, **changed: Any) -> dict[str, Any]:
+    """Train one run; its figures. Some fields of `AttnResTrainingArguments` may be others than in the protocol."""
     start = time.time()
     model = make_model(run.depth, run.arm, run.seed, fields_of_arms)
     rows = rows_of(work, "library", "train", run.seed)[: run.steps * BATCH]
     fields = TRAINING | {"eval_strategy": "no", "query_learning_rate": run.learning_rate, "query_weight_decay": 0.0}
+    fields |= changed
     trainer = trained(model, rows, run, work, **fields)
     tuning, judging = (
         trainer.evaluate(rows_of(work, "library", part))["eval_loss"] for part in ("tuning", "held_out")
