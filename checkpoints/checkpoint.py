@@ -480,7 +480,7 @@ def load_language_model(source: str | Path, *, follow_links: bool = True, **kwar
         return AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, use_safetensors=True, **kwargs)
 
 
-def check_shapes(folder: Path, auto_class: type = AutoModelForCausalLM):
+def check_shapes(folder: Path, auto_class: Any = AutoModelForCausalLM):
     """Raise a `ValueError` for tensors of other shapes than the config has, before memory is taken for those."""
     with stranger_errors_explained(f"`{folder}` does not load"):
         auto_class.from_pretrained(folder, device_map="meta", trust_remote_code=False, use_safetensors=True)

@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """What the tables of our studies say is computed again from the raw results, in another way."""
 
+import importlib
 import itertools
 import json
 import math
@@ -270,25 +271,86 @@ def test_which_sweeps_would_continue():
     assert further == {("deep", "prenorm"), ("deep", "full"), *(("wide", arm) for arm in two_depths.ARMS)}
 
 
-def test_equal_time_of_two_depths():
-    """What the page says of 6 blocks, whose steps take 1.26 times as long as PreNorm's."""
+def deep_losses(*names: str) -> dict:
+    """By arm, steps and rate, of each seed the losses that choose and judge, with 24 layers of 48."""
     found = defaultdict(dict)
-    for result in runs_of("two_depths") + runs_of("two_depths", "further_rates"):
-        depth, arm, seed, steps, rate = result["run"].values()
-        if depth == "deep":
-            found[arm, steps, rate][seed] = result["tuning_loss"], result["judging_loss"]
+    for result in itertools.chain(*(runs_of("two_depths", name) for name in names)):
+        run = result["run"]
+        if run["depth"] == "deep":
+            losses = result["tuning_loss"], result["judging_loss"]
+            found[run["arm"], run["steps"], run["learning_rate"]][run["seed"]] = losses
+    return found
 
-    def at_best_rate(arm, steps):
-        rates = [key for key in found if key[:2] == (arm, steps)]
-        best = min(rates, key=lambda key: np.mean([found[key][seed][0] for seed in range(3)]))
-        return np.array([found[best][seed][1] for seed in range(5)])
 
-    short, long = at_best_rate("prenorm", 600), at_best_rate("prenorm", 825)
-    equal_time = short + math.log(1.262) / math.log(825 / 600) * (long - short)
-    mean, interval = in_words(at_best_rate("blocks", 600) - equal_time, 3).split(" ", 1)
+def at_best_rate(found: dict, arm: str, steps: int) -> np.ndarray:
+    rates = [key for key in found if key[:2] == (arm, steps)]
+    best = min(rates, key=lambda key: np.mean([found[key][seed][0] for seed in range(3)]))
+    return np.array([found[best][seed][1] for seed in range(5)])
+
+
+def test_equal_time_of_two_depths():
+    """PreNorm between the two numbers of steps around the time of 6 blocks, in the table and on the page."""
+    found = deep_losses("runs", "further_rates", "equal_time_runs")
+    ratio = json.loads((STUDIES / "two_depths/equal_time_speed.json").read_text())["eager"]["deep"]["blocks"]
+    steps, lengths = 600 * ratio["ratio_quartiles"][1], (600, 757, 825)
+    high = next(length for length in lengths if length > steps)
+    low = lengths[lengths.index(high) - 1]
+    short, long = (at_best_rate(found, "prenorm", length) for length in (low, high))
+    equal_time = short + math.log(steps / low) / math.log(high / low) * (long - short)
+    difference = at_best_rate(deep_losses("runs"), "blocks", 600) - equal_time
+    rows = [line.split(" | ") for line in (STUDIES / "two_depths/equal_time.md").read_text().splitlines()]
+    (row,) = (row for row in rows if row[:3] == ["| 24 layers of 48", "6 blocks", "eager"])
+    assert row[4] == ", ".join(f"{d:+.3f}" for d in difference)
+    assert row[5].strip("*") == in_words(difference, 3)
+    mean, interval = in_words(difference, 3).split(" ", 1)
     page = " ".join((ROOT / "docs/results.md").read_text().split())
-    assert f"6 blocks minus PreNorm is {mean} ({interval.strip('[]').replace(', ', ' to ')})" in page
-    assert "1.26 times as long with 6 blocks, and 1.69 times with Full" in page
+    assert f"{mean} ({interval.strip('[]').replace(', ', ' to ')})" in page
+
+
+def test_longer_warmup_of_two_depths():
+    found = deep_losses("warmup_runs")
+    difference = at_best_rate(found, "blocks", 600) - at_best_rate(found, "prenorm", 600)
+    text = " ".join((STUDIES / "two_depths/warmup.md").read_text().replace("*", "").split())
+    assert f"{', '.join(f'{d:+.3f}' for d in difference)}, mean {in_words(difference, 3)}" in text
+    mean, interval = in_words(difference, 3).split(" ", 1)
+    page = " ".join((ROOT / "docs/results.md").read_text().split())
+    assert f"{mean} ({interval.strip('[]').replace(', ', ' to ')})" in page
+
+
+def test_kept_stream_over_sizes():
+    """The mean over three sizes of each seed, PreNorm and 4 blocks each at its best rate of a size."""
+    found = defaultdict(dict)
+    runs = (
+        runs_of("scaling/results") + runs_of("scaling/results", "other_rates") + runs_of("kept_stream", "ladder_runs")
+    )
+    for result in runs:
+        run = result["run"]
+        if run["seed"] < 3:
+            found[run["arm"], run["size"]].setdefault(run["learning_rate"], {})[run["seed"]] = result["loss"]
+
+    def best(arm):
+        by_size = [found[arm, size].values() for size in ("62k", "116k", "223k")]
+        of_sizes = [min(([of[seed] for seed in range(3)] for of in rates), key=np.mean) for rates in by_size]
+        return np.mean(of_sizes, axis=0)
+
+    rows = rows_of("kept_stream", name="ladder.md")
+    table = (STUDIES / "kept_stream/ladder.md").read_text().replace("*", "")
+    page = " ".join((ROOT / "docs/how_to/scaling.md").read_text().split())
+    assert any("4 blocks, kept stream" in row for row in rows)
+    for arm, label in (("prenorm", "PreNorm"), ("blocks", "4 blocks")):
+        difference = in_words(best("kept") - best(arm), 3)
+        assert re.search(rf"\| {label} \| [^|]+ \| {re.escape(difference)} \|", table)
+        mean, interval = difference.split(" ", 1)
+        assert f"{mean} ({interval.strip('[]').replace(', ', ' to ')})" in page
+
+
+@pytest.mark.parametrize("name", ["two_depths.equal_time", "two_depths.warmup", "kept_stream.ladder"])
+def test_other_tables_are_those_of_the_runs(name, monkeypatch, tmp_path):
+    module = importlib.import_module(f"studies.{name}")
+    kept = module.TABLE.read_text()
+    monkeypatch.setattr(module, "TABLE", tmp_path / "table.md")
+    module.report()
+    assert module.TABLE.read_text() == kept
 
 
 def test_page_of_two_depths():
