@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """`attnres eval`: the real tasks of lm-eval on made-up data in their schemas, answered by who knows the answers."""
 
+import collections
 import json
 import os
 import re
@@ -10,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import lm_eval
 import numpy as np
@@ -33,7 +35,7 @@ from attnres.eval import EvalModel, EvalOptions, evaluate, load_suite
 from attnres.eval.benchmarks import Benchmark, Unavailable, in_sandbox, load_tasks, task_manager
 from attnres.eval.evaluate import evaluation_environment
 from attnres.eval.harness import sample_record
-from attnres.eval.models import load_model
+from attnres.eval.models import TransformersLM, load_model
 from attnres.eval.report import answer_warnings, rebuild
 from attnres.eval.sandbox import NoSandbox, Wall, reason_against
 from attnres.eval.saved import Finished, ModelResults
@@ -599,6 +601,18 @@ def test_encoder_decoders(encoder_decoders, quick, tmp_path):
     with pytest.raises(ValueError, match="is an encoder-decoder, which vLLM does not run: use `--backend hf`"):
         evaluate(encoder_decoders, tmp_path / "vllm", suite="quick", options=EvalOptions(backend="vllm"))
     assert not (tmp_path / "vllm").exists()
+
+
+@pytest.mark.parametrize("backend, expected", [("seq2seq", [False, True]), ("causal", [True, True])])
+def test_where_an_answer_begins(backend, expected, monkeypatch):
+    """A decoder repeats its prompt, of four tokens here, and one behind an encoder does not."""
+    answers = torch.tensor([[0, 5, 2, 1, 1, 1], [0, 5, 6, 7, 8, 9]])  # the first one ends with its third token
+    monkeypatch.setattr(HFLM, "_model_generate", lambda *args, **kwargs: answers)
+    lm = TransformersLM.__new__(TransformersLM)
+    lm.backend, lm.cut_off, lm.tok_decode = backend, collections.deque(), lambda ids, **kwargs: str(ids)
+    lm._model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
+    lm._model_generate(torch.zeros(2, 4), max_length=6, stop=[])
+    assert list(lm.cut_off) == expected
 
 
 @pytest.mark.slow
