@@ -36,7 +36,8 @@ RUN_SLOW ?= 0
 READ ?=
 OPTIONS ?=
 # What their runs have left lies in the folders of studies/; each script says how they are made
-STUDIES := small_model reads weights retrofit recipe two_depths
+STUDIES := small_model.study reads.study weights.study retrofit.study recipe.study two_depths.study two_depths.equal_time \
+	two_depths.warmup kept_stream.retrofit kept_stream.ladder
 # As transformers' own tests are run, and without the settings of ours
 SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVERSION=true OMP_NUM_THREADS=1 \
 	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE) READ="$(READ)"
@@ -68,7 +69,7 @@ gpu: $(VENV)-gpu/installed
 	$(VENV)-gpu/bin/python -m attnres.benchmarks.gpu $(OPTIONS)
 
 studies-report: $(VENV)/installed
-	for study in $(STUDIES); do $(BIN)/python -m studies.$$study.study report || exit; done
+	for study in $(STUDIES); do $(BIN)/python -m studies.$$study report || exit; done
 	$(BIN)/python -m studies.reads.ablation_table
 	$(BIN)/attnres scaling fit -o studies/scaling/results
 	$(BIN)/attnres scaling plot -o studies/scaling/results

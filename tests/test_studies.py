@@ -23,6 +23,8 @@ from attnres.utils.files import append_json
 from studies.common import arms as study_arms
 from studies.common import paired
 from studies.common.runs import TUNING_SEED, read_runs
+from studies.kept_stream import study as kept_stream
+from studies.long_retrofit import study as long_retrofit
 from studies.reads import ablation_table
 from studies.reads import study as read_study
 from studies.retrofit import study as retrofit
@@ -36,7 +38,11 @@ REPORTS = ("small_model", "reads", "weights", "retrofit", "recipe", "two_depths"
 
 
 def runs_of(study: str, name: str = "runs") -> list[dict]:
-    return [json.loads(line) for line in (STUDIES / study / f"{name}.jsonl").read_text().splitlines()]
+    return runs_of_file(STUDIES / study / f"{name}.jsonl")
+
+
+def runs_of_file(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
 
 
 def rows_of(study: str, heading: str = "", name: str = "table.md") -> dict[str, list[str]]:
@@ -351,6 +357,46 @@ def test_other_tables_are_those_of_the_runs(name, monkeypatch, tmp_path):
     monkeypatch.setattr(module, "TABLE", tmp_path / "table.md")
     module.report()
     assert module.TABLE.read_text() == kept
+
+
+def test_report_of_a_part(tmp_path):
+    """Of the kept stream from scratch, with one arm of twelve: p is corrected for all that was planned."""
+    generator = np.random.default_rng(0)
+    for rate, seed in itertools.product((4e-3, 8e-3, 1.6e-2), range(5)):
+        run = {"depth": "deep", "arm": "kept", "seed": seed, "steps": 600, "learning_rate": rate}
+        loss = 4.5 + 0.2 * (rate != 8e-3) + 0.02 * generator.standard_normal()
+        append_json(tmp_path / "runs.jsonl", {"run": run, "tuning_loss": loss, "judging_loss": loss})
+    kept_stream.report(tmp_path)
+    text = (tmp_path / "table.md").read_text()
+    assert "2 of 24 comparisons can be made, and p is corrected for 24" in text
+    of_kept = np.array([result["judging_loss"] for result in runs_of_file(tmp_path / "runs.jsonl")[5:10]])
+    found = deep_losses("runs", "further_rates")
+    for label, other in (("PreNorm", "prenorm"), ("6 blocks", "blocks")):
+        mean = in_words(of_kept - at_best_rate(found, other, 600), 3)
+        row = rf"\| 6 blocks, kept \| {label} \| equal tokens \| .* \| {re.escape(mean)} \|"
+        assert re.search(row, text.replace("*", ""))
+
+
+def test_report_of_the_long_retrofit(tmp_path):
+    """With made-up runs. PreNorm at equal time is between its two lengths."""
+    generator = np.random.default_rng(0)
+    (of_prenorm,) = (r for r in runs_of("long_retrofit") if (r["run"]["arm"], r["run"]["seed"]) == ("prenorm", 0))
+    losses = {}
+    for seed, arm in itertools.product(range(2), long_retrofit.ARMS):
+        steps = 625 if arm == "prenorm_longer" else 500
+        losses[arm, seed] = 2.2 + 0.01 * generator.standard_normal()
+        run = of_prenorm["run"] | {"arm": arm, "seed": seed, "steps": steps}
+        append_json(tmp_path / "runs.jsonl", of_prenorm | {"run": run, "judging": losses[arm, seed]})
+    speeds = {arm: {"ratio_quartiles": [1.0, 1.1, 1.2]} for arm in ("prenorm", "replaced", "kept")}
+    (tmp_path / "speed.json").write_text(json.dumps(speeds))
+    long_retrofit.report(tmp_path)
+    share = math.log(1.1) / math.log(625 / 500)
+    table = rows_with(tmp_path / "table.md", "loss, new text")
+    for arm, label in (("replaced", "the paper's read"), ("kept", "kept stream")):
+        of = [(losses["prenorm", seed], losses["prenorm_longer", seed]) for seed in range(2)]
+        expected = [losses[arm, seed] - (1 - share) * once - share * longer for seed, (once, longer) in enumerate(of)]
+        assert table[label, "equal time"][0] == ", ".join(f"{d:+.4f}" for d in expected)
+    assert (tmp_path / "curves.png").exists()
 
 
 def test_page_of_two_depths():
