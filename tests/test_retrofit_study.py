@@ -104,7 +104,7 @@ def runs_in_order(next_run, best_rate: float) -> tuple[list[Run], list[Run]]:
 def test_the_longer_study_has_its_runs_in_order():
     sweeps, others = runs_in_order(long_retrofit.next_run, 9e-5)
     assert {run.arm for run in sweeps} == {"prenorm", "replaced", "kept"}
-    of_a_seed = [("prenorm", 500), ("prenorm_longer", 625), ("replaced", 500), ("kept", 500)]
+    of_a_seed = [("prenorm", 500), ("replaced", 500), ("kept", 500), ("prenorm_longer", 625)]
     assert [(run.arm, run.steps) for run in others] == of_a_seed * 3
     assert {run.learning_rate for run in others} == {9e-5}
 
