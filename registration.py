@@ -33,6 +33,9 @@ def _register_models(auto_module):
         ("_FOR_TOKEN_CLASSIFICATION", "attnres", "AttnResForTokenClassification"),
     ):
         mapping = getattr(auto_module, f"MODEL{task}_MAPPING")
+        if task == "_FOR_SEQ_TO_SEQ_CAUSAL_LM":
+            # lm-eval takes each type in the list of names for an encoder-decoder, and most of ours are decoders.
+            mapping._model_mapping = mapping._model_mapping.copy()
         mapping._model_mapping[model_type] = class_name
         mapping._reverse_config_mapping.update(AttnResConfig="attnres", AttnResMultimodalConfig="attnres_multimodal")
         mapping._modules.setdefault(model_type, sys.modules[__package__])

@@ -474,16 +474,31 @@ def load_language_model(source: str | Path, *, follow_links: bool = True, **kwar
     folder = Path(source).expanduser()
     if folder.is_dir():
         check_folder(folder, follow_links=follow_links)
-        check_shapes(folder)
         source = folder
+    check_is_whole(source, revision=kwargs.get("revision"))
     with stranger_errors_explained(f"`{source}` does not load"):
         return AutoModelForCausalLM.from_pretrained(source, trust_remote_code=False, use_safetensors=True, **kwargs)
 
 
-def check_shapes(folder: Path, auto_class: Any = AutoModelForCausalLM):
-    """Raise a `ValueError` for tensors of other shapes than the config has, before memory is taken for those."""
-    with stranger_errors_explained(f"`{folder}` does not load"):
-        auto_class.from_pretrained(folder, device_map="meta", trust_remote_code=False, use_safetensors=True)
+def check_is_whole(source: str | Path, auto_class: Any = AutoModelForCausalLM, revision: str | None = None):
+    """Raise a `ValueError` if tensors are missing, which would be random, or have other shapes than the config.
+
+    Nothing is loaded, because memory would be taken for the shapes of the config.
+    """
+    with stranger_errors_explained(f"`{source}` does not load"):
+        _, info = auto_class.from_pretrained(
+            source,
+            revision=revision or "main",
+            device_map="meta",
+            trust_remote_code=False,
+            use_safetensors=True,
+            output_loading_info=True,
+        )
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(
+            f"`{source}` does not load: it has no values for {len(missing)} of its tensors ({', '.join(missing[:3])}"
+            f"{' ...' if len(missing) > 3 else ''}), which would be random."
+        )
 
 
 def check_adapter(folder: str | Path):

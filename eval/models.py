@@ -13,7 +13,7 @@ from lm_eval.api.registry import get_model
 from lm_eval.models.huggingface import HFLM
 from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM
 
-from ..checkpoints.checkpoint import check_adapter, check_shapes, load_tokenizer
+from ..checkpoints.checkpoint import check_adapter, check_is_whole, load_tokenizer
 from ..checkpoints.fingerprint import checkpoint_fingerprint
 from ..checkpoints.location import hub_commit, read_config_dict
 from ..data.rows import template_time_limit
@@ -107,8 +107,11 @@ class TransformersLM(HFLM):
             return super().apply_chat_template(*args, **kwargs)
 
     def _model_generate(self, context: torch.Tensor, max_length: int, stop: list[str], **kwargs) -> torch.Tensor:
+        start = context.shape[1]
+        if self.backend == "seq2seq":
+            # lm-eval counts the longest prompt of the batch, which is not the decoder's; its own first token is
+            start, max_length = 0, 1 + max(1, max_length - context.shape[1])
         sequences = super()._model_generate(context, max_length, stop, **kwargs)
-        start = context.shape[1] if self.backend == "causal" else 0
         end = self.model.generation_config.eos_token_id
         ends = set(end if isinstance(end, list) else [end])
         for answer in sequences[:, start:].tolist():
@@ -143,8 +146,7 @@ def load_model(model: EvalModel, options: EvalOptions, device: str, batch_size: 
     backend, auto_class = (
         ("seq2seq", AutoModelForSeq2SeqLM) if has_encoder(model) else ("causal", AutoModelForCausalLM)
     )
-    if model.revision is None:
-        check_shapes(Path(model.path), auto_class)
+    check_is_whole(model.path, auto_class, model.revision)
     with stranger_errors_explained(what):
         lm = TransformersLM(**arguments, peft=peft, device=device, batch_size=batch_size, backend=backend)
     if hasattr(lm, "accelerator"):

@@ -25,8 +25,16 @@ from lm_eval.api.instance import Instance
 from lm_eval.models.huggingface import HFLM
 from loopback_hub import LoopbackHub
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
-from transformers import AutoModelForCausalLM, AutoModelForSeq2SeqLM, T5Config, set_seed
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForCausalLM,
+    AutoModelForSeq2SeqLM,
+    T5Config,
+    set_seed,
+)
 
 from attnres.checkpoints.fingerprint import checkpoint_fingerprint
 from attnres.conversion import convert as convert_checkpoint
@@ -603,21 +611,43 @@ def test_encoder_decoders(encoder_decoders, quick, tmp_path):
     assert not (tmp_path / "vllm").exists()
 
 
-@pytest.mark.parametrize("backend, expected", [("seq2seq", [False, True]), ("causal", [True, True])])
-def test_where_an_answer_begins(backend, expected, monkeypatch):
-    """A decoder repeats its prompt, of four tokens here, and one behind an encoder does not."""
-    answers = torch.tensor([[0, 5, 2, 1, 1, 1], [0, 5, 6, 7, 8, 9]])  # the first one ends with its third token
-    monkeypatch.setattr(HFLM, "_model_generate", lambda *args, **kwargs: answers)
+def test_lm_evals_own_choice(encoder_decoders, checkpoints):
+    """It takes a type that it finds among encoder-decoders for one of them, and most of ours are decoders."""
+    assert HFLM(pretrained=str(checkpoints / "trained"), device="cpu").backend == "causal"
+    with pytest.raises(ValueError, match="It is an encoder-decoder, and this is for decoders"):
+        HFLM(pretrained=encoder_decoders[1], device="cpu")
+    lms = [HFLM(pretrained=path, device="cpu", backend="seq2seq") for path in encoder_decoders]
+    of_t5, of_attnres = (
+        lm.loglikelihood([Instance("loglikelihood", {}, ("The dog", " barks"), 0)])[0][0] for lm in lms
+    )
+    assert of_attnres == pytest.approx(of_t5, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "backend, limit, answers, expected",
+    [
+        ("causal", 7, [[0, 5, 2, 4, 6, 7, 2], [0, 5, 2, 4, 6, 7, 8]], [False, True]),
+        ("seq2seq", 4, [[0, 5, 2, 1], [0, 5, 6, 7]], [False, True]),
+    ],
+)
+def test_where_an_answer_begins(backend, limit, answers, expected, monkeypatch):
+    """A decoder repeats its prompt, of four tokens here, and one behind an encoder has a first token of its own."""
+    limits = []
+    monkeypatch.setattr(
+        HFLM,
+        "_model_generate",
+        lambda self, context, max_length, stop: limits.append(max_length) or torch.tensor(answers),
+    )
     lm = TransformersLM.__new__(TransformersLM)
     lm.backend, lm.cut_off, lm.tok_decode = backend, collections.deque(), lambda ids, **kwargs: str(ids)
     lm._model = SimpleNamespace(generation_config=SimpleNamespace(eos_token_id=2))
-    lm._model_generate(torch.zeros(2, 4), max_length=6, stop=[])
-    assert list(lm.cut_off) == expected
+    lm._model_generate(torch.zeros(2, 4), max_length=4 + 3, stop=[])
+    assert limits == [limit] and list(lm.cut_off) == expected
 
 
 @pytest.mark.slow
 def test_encoder_decoders_write(encoder_decoders, paper, tmp_path):
-    """Answers of the decoder alone, without the prompt, and whether the limit of length cut them off."""
+    """Answers of the decoder alone, no longer than the limit, and the same in a batch with longer prompts."""
     options = EvalOptions(max_gen_toks=8, limit=2)
     results = evaluate(
         encoder_decoders, tmp_path / "out", tasks=["gsm8k_cot"], options=options, data_root=paper[0], device="cpu"
@@ -625,14 +655,62 @@ def test_encoder_decoders_write(encoder_decoders, paper, tmp_path):
     assert not results["skipped"]
     of_t5, of_attnres = samples_of(tmp_path / "out").values()
     assert of_t5 == of_attnres and len(of_t5) == 2
-    model = load_model(EvalModel(encoder_decoders[1]), options, "cpu", 1)
-    (answer,) = model.generate_until(
-        [Instance("generate_until", {}, ("The dog", {"until": ["\0"], "max_gen_toks": 5}), 0)]
+    prompts = ("The dog", "A much longer prompt than the first one, with more words", "z")
+    requests = [
+        Instance("generate_until", {}, (prompt, {"until": ["\0"], "max_gen_toks": 5}), i)
+        for i, prompt in enumerate(prompts)
+    ]
+    for batch_size in (1, 3):
+        lm = load_model(EvalModel(encoder_decoders[1]), options, "cpu", batch_size)
+        expected = []
+        for prompt in prompts:
+            ids = lm.tokenizer(prompt, return_tensors="pt").input_ids
+            expected.append(lm.model.generate(ids, max_new_tokens=5, do_sample=False)[0])
+        assert lm.generate_until(requests) == [lm.tokenizer.decode(of, skip_special_tokens=True) for of in expected]
+        assert sum(lm.cut_off) == sum(len(of) == 6 and lm.tokenizer.eos_token_id not in of for of in expected)
+
+
+def test_what_would_be_random_is_not_evaluated(encoder_decoders, checkpoints, tmp_path):
+    """Checkpoints without some of their tensors, which transformers fills with random numbers."""
+    tensors = load_file(Path(encoder_decoders[0], "model.safetensors"))
+    shutil.copytree(encoder_decoders[0], tmp_path / "half")
+    save_file(
+        {name: tensor for name, tensor in tensors.items() if not name.startswith("decoder.block.2")},
+        tmp_path / "half/model.safetensors",
+        metadata={"format": "pt"},
     )
-    ids = model.tokenizer("The dog", return_tensors="pt").input_ids
-    written = model.model.generate(ids, max_length=ids.shape[1] + 5, do_sample=False)[0]
-    assert answer == model.tokenizer.decode(written, skip_special_tokens=True)
-    assert list(model.cut_off) == [len(written) == ids.shape[1] + 5 and model.tokenizer.eos_token_id not in written]
+    shutil.copytree(checkpoints / "base", tmp_path / "headless")
+    config = AutoConfig.from_pretrained(tmp_path / "headless", tie_word_embeddings=False)
+    AutoModel.from_config(config).save_pretrained(tmp_path / "headless")
+    for name, missing in (
+        ("half", r"13 of its tensors \(decoder.block.2"),
+        ("headless", r"1 of its tensors \(lm_head"),
+    ):
+        with pytest.raises(ValueError, match=f"{missing}.*, which would be random"):
+            load_model(EvalModel(str(tmp_path / name)), EvalOptions(), "cpu", 1)
+
+
+@pytest.mark.parametrize(
+    "changed, message",
+    [
+        ({"d_ff": 128}, "does not load"),
+        ({"is_encoder_decoder": "yes"}, "expected bool, got str"),
+        ({"is_encoder_decoder": None}, "does not load"),
+        ({"is_encoder_decoder": False}, "It is an encoder-decoder, and this is for decoders"),
+        ({"base_model_type": "modernbert"}, "does not load"),
+        ({"base_model_type": "whisper"}, "does not load"),
+        ({"attn_res_sublayers": [[2, 2, 2], [2, 2, 2]]}, "does not load"),
+        ({"attn_res_block_size": 0}, "does not load"),
+        ({"num_decoder_layers": 4}, "does not load"),
+        ({"vocab_size": 10**9}, "does not load"),
+    ],
+    ids=str,
+)
+def test_broken_encoder_decoders(encoder_decoders, changed, message):
+    path = Path(encoder_decoders[1], "config.json")
+    path.write_text(json.dumps(json.loads(path.read_text()) | changed))
+    with pytest.raises(ValueError, match=message):
+        load_model(EvalModel(encoder_decoders[1]), EvalOptions(), "cpu", 1)
 
 
 DIES = """

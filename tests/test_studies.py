@@ -107,9 +107,11 @@ def test_what_a_run_learns_from(study, run, other, monkeypatch):
 
 
 def test_equal_time():
-    """As long as twice the steps, as long as once, and at the square root of two half way between."""
-    for ratio, loss in ((2.0, 3.0), (1.0, 4.0), (math.sqrt(2), 3.5)):
-        assert paired.at_equal_time([4.0], [3.0], ratio) == pytest.approx([loss])
+    """At a number that was run, half way between two in logarithms, below the least and beyond the most."""
+    by_steps = {400: [2.0, 8.0], 100: [4.0, 8.0], 200: [3.0, 7.0]}
+    expected = {100: [4, 8], 200: [3, 7], 400: [2, 8], 100 * 2**0.5: [3.5, 7.5], 200 * 2**0.5: [2.5, 7.5]}
+    for steps, losses in {**expected, 50: [5, 9], 1000: [2, 8]}.items():
+        assert paired.interpolated(by_steps, steps) == pytest.approx(losses)
 
 
 @pytest.mark.slow

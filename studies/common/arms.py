@@ -6,7 +6,6 @@ import json
 import os
 import sysconfig
 import zlib
-from collections.abc import Callable
 from dataclasses import dataclass, fields, replace
 from importlib import metadata
 from pathlib import Path
@@ -197,19 +196,6 @@ def from_scratch(arm: str, seed: int):
     model = AttnResForCausalLM(AttnResConfig.from_base_config(SHAPE, attn_res_scale_norm_eps=False, **blocks))
     model.load_state_dict(prenorm.state_dict(), strict=False)
     return model
-
-
-def training_step(model) -> Callable[[], None]:
-    """A step of training on made-up tokens, to be timed."""
-    ids = torch.randint(0, SHAPE.vocab_size, (BATCH, LENGTH), generator=torch.Generator().manual_seed(0))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-
-    def step():
-        model(ids, labels=ids).loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    return step
 
 
 def continued(arm: str, base: Path, work: Path):

@@ -53,17 +53,12 @@ def detectable(rows: dict[Row, list[float]]) -> float:
     return next(found) * spread / math.sqrt(number)
 
 
-def at_equal_time(once: list[float], twice: list[float], ratio: float) -> list[float]:
-    """What a baseline reaches in the time of an arm whose step takes `ratio` times as long.
-
-    Between what it has after as many steps and after twice as many, linearly in the logarithm of the steps.
-    """
-    share = math.log2(ratio)
-    return [(1 - share) * a + share * b for a, b in zip(once, twice)]
-
-
 def interpolated(by_steps: dict[int, list[float]], steps: float) -> list[float]:
-    """Of each seed, linearly in the logarithm of the steps; beyond the longest, that of the longest."""
+    """What a baseline reaches in so many steps, by seed, from its losses by number of steps, two at least.
+
+    Linearly in the logarithm of the steps, between the two numbers around them. Below the least number, on the line of
+    the two least ones; beyond the most, the losses of the most.
+    """
     lengths = sorted(by_steps)
     if steps >= lengths[-1]:
         return by_steps[lengths[-1]]

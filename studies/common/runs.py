@@ -1,11 +1,12 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """What all studies do with runs: train those that are missing, and keep a line of figures for each in a JSONL file."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 
 from attnres.training import AttnResTrainer, AttnResTrainingArguments
@@ -34,6 +35,24 @@ class Run:
 def read_runs(path: Path, run_class: type = Run) -> dict[Any, dict[str, Any]]:
     """By run, its result, in the order in which they were trained."""
     return {run_class(**result["run"]): result for result in read_json_lines(path)}
+
+
+def finished_seeds(
+    found: dict[Run, dict[str, Any]], arms: Iterable[str], seeds: Iterable[int], needed: int = 3
+) -> tuple[dict[tuple[str, int], dict[str, Any]], list[int]]:
+    """By arm and seed the results that are compared, without those of the sweeps, and the seeds that have all arms.
+
+    Raises:
+        typer.BadParameter: if fewer seeds than needed have them.
+    """
+    finals = {(run.arm, run.seed): result for run, result in found.items() if run.seed != TUNING_SEED}
+    finished = [seed for seed in seeds if all((arm, seed) in finals for arm in arms)]
+    if len(finished) < needed:
+        in_words = {2: "two", 3: "three"}[needed]
+        raise typer.BadParameter(
+            f"{len(finished)} seeds have all arms, and {in_words} are needed: continue with `run`."
+        )
+    return finals, finished
 
 
 def losses_in_words(result: dict[str, Any]) -> str:

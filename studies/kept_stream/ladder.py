@@ -47,6 +47,7 @@ RUNS, SPEED, TABLE = (RESULTS / f"ladder{end}" for end in ("_runs.jsonl", "_spee
 ARM, FIELDS = "kept", {"num_blocks": 4, "attn_res_stream": "kept"}
 SIZES = ("62k", "116k", "223k")
 LABELS = {"prenorm": "PreNorm", "blocks": "4 blocks", ARM: "4 blocks, kept stream"}
+Work = Annotated[Path, typer.Option(help="Folder for text and tokenizer.")]
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -87,9 +88,6 @@ def main():
     """Models of three sizes whose reads are added to the residual stream."""
 
 
-Work = Annotated[Path, typer.Option(help="Folder for text and tokenizer.")]
-
-
 @app.command("run")
 def run_all(work: Work = Path("scaling-work")):
     """Train what has no result yet, on one thread."""
@@ -98,16 +96,16 @@ def run_all(work: Work = Path("scaling-work")):
         make_text(work)
     ladder, earlier = ladder_of(work), earlier_runs()
 
-    def in_words(result: dict[str, Any]) -> str:
+    def next_missing(found: dict[Run, dict[str, Any]]) -> Run | None:
+        return next_run(ladder, earlier | found)
+
+    def train_one(run: Run) -> dict[str, Any]:
+        return train(ladder, run, work / "runs") | {"machine": machine("cpu")}
+
+    def loss_in_words(result: dict[str, Any]) -> str:
         return f"loss {result['loss']:.4f}, {result['seconds']:.0f} s"
 
-    train_missing(
-        lambda found: next_run(ladder, earlier | found),
-        lambda run: train(ladder, run, work / "runs"),
-        RUNS,
-        in_words,
-        Run,
-    )
+    train_missing(next_missing, train_one, RUNS, loss_in_words, Run)
     console.print(f"All runs are in {RUNS}; `python -m studies.kept_stream.ladder report` makes the table.")
 
 

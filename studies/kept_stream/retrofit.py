@@ -20,7 +20,7 @@ from attnres.conversion import convert
 from attnres.training.scaling.sweep import next_rate
 from attnres.utils.files import write_file
 from studies.common.paired import bold_if_certain, corrected_p, in_words
-from studies.common.runs import SEEDS, TUNING_SEED, Run, read_runs, train_missing
+from studies.common.runs import SEEDS, TUNING_SEED, Run, finished_seeds, read_runs, train_missing
 from studies.retrofit.study import ARMS as EARLIER_ARMS
 from studies.retrofit.study import (
     METRICS,
@@ -32,7 +32,7 @@ from studies.retrofit.study import (
     means_table,
     prepare,
     sweeps_table,
-    time_steps,
+    time_pairs,
     train,
     tuning_losses,
 )
@@ -106,7 +106,7 @@ def speed(
     torch.set_num_threads(1)
     prepare_kept(work)
     arms = [(f"{kind}_prenorm", f"{kind}{read}") for kind in ("full", "lora") for read in ("", "_kept")]
-    figures = time_steps(arms, work, pairs)
+    figures = time_pairs(arms, work, pairs)
     write_file(SPEED, json.dumps(figures, indent=1) + "\n")
     console.print(figures)
 
@@ -115,14 +115,7 @@ def speed(
 def report():
     """Rewrite retrofit.md from the runs of this study and of the earlier one."""
     found = read_runs(RUNS)
-    finals = {
-        (run.arm, run.seed): result
-        for run, result in (read_runs(RETROFIT / "runs.jsonl") | found).items()
-        if run.seed != TUNING_SEED
-    }
-    seeds = [seed for seed in SEEDS if all((arm, seed) in finals for arm in ARMS)]
-    if len(seeds) < 3:
-        raise typer.BadParameter(f"{len(seeds)} seeds have all arms, and three are needed: continue with `run`.")
+    finals, seeds = finished_seeds(read_runs(RETROFIT / "runs.jsonl") | found, ARMS, SEEDS)
     speeds = json.loads(SPEED.read_text()) if SPEED.exists() else {}
     labels = EARLIER_ARMS | ARMS
     shown = [arm for arm in labels if arm in ARMS or any(arm == other for _, other in COMPARED)]

@@ -19,10 +19,11 @@ from rich.console import Console
 
 from attnres.training.scaling.sweep import next_rate
 from attnres.utils.files import write_file
-from attnres.utils.timing import alternate, machine
-from studies.common.arms import Results, Work, prepare, training_step
+from attnres.utils.timing import machine
+from studies.common.arms import Results, Work, prepare
 from studies.common.paired import bold_if_certain, corrected_p, in_words, interpolated
 from studies.common.runs import losses_in_words, read_runs, train_missing
+from studies.common.steps import ratio_in_words, time_steps, training_step
 from studies.reads.study import RESULTS as READ_STUDY
 from studies.two_depths.equal_time import RUNS as PRENORM_IN_TIME
 from studies.two_depths.equal_time import losses_of_prenorm
@@ -126,10 +127,8 @@ def speed(
     torch.set_num_threads(1)
     figures: dict[str, Any] = {"machine": machine("cpu")}
     for depth in DEPTHS:
-        models = [make_model(depth, arm, 0, FIELDS).train() for arm in LABELS]
-        seconds = alternate([training_step(model) for model in models], pairs, label_of(depth))
-        quartiles = (seconds / seconds[:, :1]).quantile(torch.tensor([0.25, 0.5, 0.75]).double(), dim=0).T.tolist()
-        figures[depth] = dict(zip(LABELS, quartiles))
+        steps = {arm: training_step(make_model(depth, arm, 0, FIELDS).train()) for arm in LABELS}
+        figures[depth] = time_steps(steps, pairs, label_of(depth))
     write_file(results / "speed.json", json.dumps(figures, indent=1) + "\n")
     console.print(figures)
 
@@ -160,7 +159,7 @@ def comparisons(
             continue
         baselines = {("prenorm", "equal tokens"): finals[depth, "prenorm"]}
         if speeds:
-            steps = STEPS * speeds[depth][arm][1]
+            steps = STEPS * speeds[depth][arm]["ratio_quartiles"][1]
             baselines["prenorm", "equal time"] = interpolated(prenorm[depth], steps)
         if (depth, PAPERS_READ[arm]) in finals:
             baselines[PAPERS_READ[arm], "equal tokens"] = finals[depth, PAPERS_READ[arm]]
@@ -189,9 +188,8 @@ def report(results: Results = RESULTS):
     lines += ["", "| | | time of a step | by learning rate, three seeds | at the one in bold, five seeds |"]
     lines += ["|---|---|---|---|---|"]
     for (depth, arm), losses in finals.items():
-        low, median, high = speeds[depth][arm] if speeds else [float("nan")] * 3
         rates = rates_in_words(losses_by_rate(found, depth, arm, "judging_loss"), chosen_rate(found, depth, arm))
-        cells = [label_of(depth), LABELS[arm], f"{median:.2f} ({low:.2f} to {high:.2f})", rates]
+        cells = [label_of(depth), LABELS[arm], ratio_in_words(speeds.get(depth, {}).get(arm)), rates]
         lines.append(f"| {' | '.join(cells)} | {statistics.mean(losses):.3f} ({statistics.stdev(losses):.3f}) |")
     lines += ["", "| | | minus | | by seed | mean [95 %] | p (Holm) |", "|---|---|---|---|---|---|---|"]
     for key, differences in rows.items():

@@ -27,9 +27,10 @@ from attnres.training import AttnResTrainer, AttnResTrainingArguments
 from attnres.training.scaling.sweep import next_rate
 from attnres.utils.figures import COLOURS, finish_axis, write_figure
 from attnres.utils.files import write_file
-from attnres.utils.timing import alternate, machine
+from attnres.utils.timing import machine
 from studies.common.paired import interpolated
-from studies.common.runs import TUNING_SEED, Run, read_runs, train_missing
+from studies.common.runs import TUNING_SEED, Run, finished_seeds, read_runs, train_missing
+from studies.common.steps import ratio_in_words, time_steps, training_step
 from studies.kept_stream.retrofit import prepare_kept
 from studies.retrofit.study import (
     METRICS,
@@ -163,21 +164,10 @@ def speed(
 
     def step_of(arm: str):
         model = AutoModelForCausalLM.from_pretrained(work / ARMS[arm], dtype=torch.float32).train()
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-6)
+        return training_step(model, ids, rate=1e-6)
 
-        def step():
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
-    arms = ("prenorm", "replaced", "kept")
-    seconds = alternate([step_of(arm) for arm in arms], pairs, "Training steps")
-    quartiles = (seconds / seconds[:, :1]).quantile(torch.tensor([0.25, 0.5, 0.75]).double(), dim=0).T.tolist()
-    medians = seconds.median(dim=0).values.tolist()
-    figures: dict[str, Any] = {"machine": machine("cpu")}
-    figures |= {arm: {"seconds": s, "ratio_quartiles": of} for arm, s, of in zip(arms, medians, quartiles)}
+    steps = {arm: step_of(arm) for arm in dict.fromkeys(map(swept, ARMS))}
+    figures = {"machine": machine("cpu"), **time_steps(steps, pairs, "Training steps")}
     write_file(results / "speed.json", json.dumps(figures, indent=1) + "\n")
     console.print(figures)
 
@@ -205,9 +195,8 @@ def means_tables(finals: dict[tuple[str, int], dict[str, Any]], seeds: list[int]
     for arm, label in LABELS.items():
         of_arm = [finals[arm, seed] for seed in seeds]
         means = [f"{statistics.mean(result[metric] for result in of_arm):.4f}" for metric in METRICS]
-        low, time_of_step, high = speeds.get(swept(arm), {}).get("ratio_quartiles", [float("nan")] * 3)
-        rate = f"{of_arm[0]['run']['learning_rate']:g}"
-        lines.append(f"| {label} | {rate} | {time_of_step:.2f} ({low:.2f} to {high:.2f}) | {' | '.join(means)} |")
+        rate, ratio = f"{of_arm[0]['run']['learning_rate']:g}", ratio_in_words(speeds.get(swept(arm)))
+        lines.append(f"| {label} | {rate} | {ratio} | {' | '.join(means)} |")
     for part, label in CURVES.items():
         steps = sorted({int(step) for arm in LABELS for step in finals[arm, seeds[0]]["curves"][part]})
         lines += [
@@ -244,10 +233,7 @@ def plot_curves(finals: dict[tuple[str, int], dict[str, Any]], seeds: list[int],
 def report(results: Results = RESULTS):
     """Rewrite table.md and the figure from the results alone."""
     found = read_runs(results / "runs.jsonl")
-    finals = {(run.arm, run.seed): result for run, result in found.items() if run.seed != TUNING_SEED}
-    seeds = [seed for seed in SEEDS if all((arm, seed) in finals for arm in ARMS)]
-    if len(seeds) < 2:
-        raise typer.BadParameter(f"{len(seeds)} seeds have all arms, and two are needed: continue with `run`.")
+    finals, seeds = finished_seeds(found, ARMS, SEEDS, needed=2)
     speeds = json.loads((results / "speed.json").read_text()) if (results / "speed.json").exists() else {}
     lines = [
         "# A real model trained for longer",

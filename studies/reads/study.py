@@ -26,11 +26,12 @@ from transformers import AutoModelForCausalLM, set_seed
 from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.training.scaling.sweep import next_rate
 from attnres.utils.files import append_json, write_file
-from attnres.utils.timing import alternate, machine
-from studies.common.arms import BATCH, NUM_BLOCKS, SHAPE, TRAINING, Results, Work, prepare, rows_of, training_step
+from attnres.utils.timing import machine
+from studies.common.arms import BATCH, NUM_BLOCKS, SHAPE, TRAINING, Results, Work, prepare, rows_of
 from studies.common.comparison_reads import with_read
-from studies.common.paired import at_equal_time, bold_if_certain, corrected_p, detectable, in_words
+from studies.common.paired import bold_if_certain, corrected_p, detectable, in_words, interpolated
 from studies.common.runs import SEEDS, TUNING_SEED, Run, losses_in_words, read_runs, train_missing, trained
+from studies.common.steps import time_steps, training_step
 
 
 RESULTS = Path(__file__).parent
@@ -199,14 +200,8 @@ def speed(
     """Seconds of a training step, all arms in turn in one process on one thread."""
     torch.set_num_threads(1)
     arms = [arm for arm in ARMS if arm != "prenorm_double"]
-    seconds = alternate([training_step(make_model(arm, 0).train()) for arm in arms], pairs, "Training steps")
-    ratios = seconds / seconds[:, :1]
-    quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=ratios.dtype), dim=0)
-    figures = {
-        arm: {"seconds": seconds[:, i].median().item(), "ratio_quartiles": quartiles[:, i].tolist()}
-        for i, arm in enumerate(arms)
-    }
-    figures["machine"] = platform.processor() or platform.machine()
+    steps = {arm: training_step(make_model(arm, 0).train()) for arm in arms}
+    figures = time_steps(steps, pairs, "Training steps") | {"machine": platform.processor() or platform.machine()}
     write_file(results / "speed.json", json.dumps(figures, indent=1) + "\n")
     console.print(figures)
 
@@ -265,7 +260,7 @@ def report(results: Results = RESULTS):
         tables["Equal time, against PreNorm"] = {}
         for arm in others:
             ratio = speeds[arm]["ratio_quartiles"][1]
-            baseline = at_equal_time(losses["prenorm"], losses["prenorm_double"], ratio)
+            baseline = interpolated({1: losses["prenorm"], 2: losses["prenorm_double"]}, ratio)
             tables["Equal time, against PreNorm"][arm] = less(arm, baseline)
     lines = [
         "# Reads over depth, from scratch",

@@ -36,8 +36,9 @@ from attnres.utils.figures import COLOURS, finish_axis, write_figure
 from attnres.utils.files import write_file
 from attnres.utils.timing import alternate, machine
 from studies.common.arms import check_text
-from studies.common.paired import at_equal_time, bold_if_certain, corrected_p, detectable, in_words, side
-from studies.common.runs import SEEDS, TUNING_SEED, Run, read_runs, train_missing, trained
+from studies.common.paired import bold_if_certain, corrected_p, detectable, in_words, interpolated, side
+from studies.common.runs import SEEDS, TUNING_SEED, Run, finished_seeds, read_runs, train_missing, trained
+from studies.common.steps import figures_of, training_step
 from studies.real_model.prompts import CHAT
 from studies.real_model.run import PACKAGE, packaged_model
 
@@ -316,12 +317,12 @@ def speed(
     """Seconds of a training step of the arms that are compared at equal time, in turn, on one thread."""
     torch.set_num_threads(1)
     prepare(work, results)
-    figures = time_steps((("full_prenorm", "full"), ("lora_prenorm", "lora")), work, pairs)
+    figures = time_pairs((("full_prenorm", "full"), ("lora_prenorm", "lora")), work, pairs)
     write_file(results / "speed.json", json.dumps(figures, indent=1) + "\n")
     console.print(figures)
 
 
-def time_steps(arms: Sequence[tuple[str, str]], work: Path, pairs: int) -> dict[str, Any]:
+def time_pairs(arms: Sequence[tuple[str, str]], work: Path, pairs: int) -> dict[str, Any]:
     """Time training steps of all arms in turn: by arm, median seconds, and quartiles of the ratio to its PreNorm.
 
     Args:
@@ -329,26 +330,10 @@ def time_steps(arms: Sequence[tuple[str, str]], work: Path, pairs: int) -> dict[
         pairs: steps of each model.
     """
     ids = torch.load(work / "rows.pt")["train"][:BATCH]
-
-    def step_of(arm: str):
-        model = make_model(arm, 0, work).train()
-        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-6)
-
-        def step():
-            model(input_ids=ids, labels=ids).loss.backward()
-            optimizer.step()
-            optimizer.zero_grad()
-
-        return step
-
     names = [arm for pair in arms for arm in pair]
-    seconds = alternate([step_of(arm) for arm in names], pairs, "Training steps")
-    figures = {}
-    for i, arm in enumerate(names):
-        ratios = seconds[:, i] / seconds[:, i - i % 2]
-        quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=ratios.dtype)).tolist()
-        figures[arm] = {"seconds": seconds[:, i].median().item(), "ratio_quartiles": quartiles}
-    return figures
+    steps = [training_step(make_model(arm, 0, work).train(), ids, rate=1e-6) for arm in names]
+    seconds = alternate(steps, pairs, "Training steps")
+    return {arm: figures_of(seconds[:, i], seconds[:, i - i % 2]) for i, arm in enumerate(names)}
 
 
 def differences(
@@ -366,7 +351,7 @@ def differences(
             if f"{other}_double" not in ARMS or arm not in speeds:
                 continue
             twice = [finals[f"{other}_double", s][metric] for s in seeds]
-            longer = at_equal_time([once for _, once in pairs], twice, speeds[arm]["ratio_quartiles"][1])
+            longer = interpolated({1: [once for _, once in pairs], 2: twice}, speeds[arm]["ratio_quartiles"][1])
             found[metric, arm, other, "equal time"] = [a - b for (a, _), b in zip(pairs, longer)]
     return found
 
@@ -464,11 +449,7 @@ def plot_retention(finals: dict[tuple[str, int], dict[str, Any]], seeds: list[in
 def report(results: Annotated[Path, typer.Option(help="Folder with the figures of every run.")] = RESULTS):
     """Write table.md and the figure anew, from the results alone."""
     found = read_runs(results / "runs.jsonl")
-    finals = {(run.arm, run.seed): result for run, result in found.items() if run.seed != TUNING_SEED}
-    arms = list(ARMS)[1:]
-    seeds = [seed for seed in SEEDS if all((arm, seed) in finals for arm in arms)]
-    if len(seeds) < 3:
-        raise typer.BadParameter(f"{len(seeds)} seeds have all arms, and three are needed: go on with `run`.")
+    finals, seeds = finished_seeds(found, list(ARMS)[1:], SEEDS)
     speeds = json.loads((results / "speed.json").read_text()) if (results / "speed.json").exists() else {}
     lines = [
         "# A real model trained further",

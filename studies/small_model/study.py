@@ -41,9 +41,9 @@ from studies.common.arms import (
     from_scratch,
     prepare,
     rows_of,
-    training_step,
 )
 from studies.common.runs import read_runs
+from studies.common.steps import training_step
 from studies.small_model.tables import last_loss, write_tables
 
 

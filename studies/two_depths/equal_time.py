@@ -1,8 +1,7 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The two depths at equal time, with the steps of reads in two phases.
 
-    python -m studies.two_depths.equal_time speed    # seconds per training step, on a machine that does nothing else;
-                                                     # --mode compiled the same compiled, which takes long
+    python -m studies.two_depths.equal_time speed    # seconds per training step, on a machine that does nothing else
     python -m studies.two_depths.equal_time run      # 2 hours on one thread; interrupted, it resumes
     python -m studies.two_depths.equal_time report   # equal_time.md, from the results alone
 
@@ -20,10 +19,11 @@ from rich.console import Console
 
 from attnres.training.scaling.sweep import next_rate
 from attnres.utils.files import write_file
-from attnres.utils.timing import alternate, machine
-from studies.common.arms import Work, prepare, training_step
+from attnres.utils.timing import machine
+from studies.common.arms import Work, prepare
 from studies.common.paired import bold_if_certain, corrected_p, in_words, interpolated
 from studies.common.runs import losses_in_words, read_runs, train_missing
+from studies.common.steps import ratio_in_words, time_steps, training_step
 from studies.reads.study import RESULTS as READ_STUDY
 from studies.two_depths.study import (
     ARMS,
@@ -87,15 +87,11 @@ def speed(
     figures = json.loads(SPEED.read_text()) if SPEED.exists() else {}
     figures[mode] = {"machine": machine("cpu")}
     for depth in DEPTHS:
-        models = [make_model(depth, arm, 0).train() for arm in ARMS]
+        models = {arm: make_model(depth, arm, 0).train() for arm in ARMS}
         if mode == "compiled":
-            models = [torch.compile(model, fullgraph=True) for model in models]
-        seconds = alternate([training_step(model) for model in models], pairs, f"{label_of(depth)}, {mode}")
-        quartiles = (seconds / seconds[:, :1]).quantile(torch.tensor([0.25, 0.5, 0.75]).double(), dim=0).T
-        figures[mode][depth] = {
-            arm: {"seconds": seconds[:, i].median().item(), "ratio_quartiles": quartiles[i].tolist()}
-            for i, arm in enumerate(ARMS)
-        }
+            models = {arm: torch.compile(model, fullgraph=True) for arm, model in models.items()}
+        steps = {arm: training_step(model) for arm, model in models.items()}
+        figures[mode][depth] = time_steps(steps, pairs, f"{label_of(depth)}, {mode}")
         write_file(SPEED, json.dumps(figures, indent=1) + "\n")
     console.print(figures[mode])
 
@@ -145,9 +141,8 @@ def report():
     lines += ["|---|---|---|---|---|---|---|"]
     for mode, of_mode in rows.items():
         for (depth, arm), differences in of_mode.items():
-            low, median, high = speeds[mode][depth][arm]["ratio_quartiles"]
             p = corrected[depth, arm]
-            cells = [label_of(depth), ARMS[arm], mode, f"{median:.2f} ({low:.2f} to {high:.2f})"]
+            cells = [label_of(depth), ARMS[arm], mode, ratio_in_words(speeds[mode][depth][arm])]
             cells += [", ".join(f"{d:+.3f}" for d in differences), in_words(differences, 3), ""]
             if mode == "eager":
                 cells[-2:] = [bold_if_certain(cells[-2], p), f"{p:.3f}"]

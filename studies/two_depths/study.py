@@ -26,10 +26,11 @@ from attnres import AttnResConfig, AttnResForCausalLM
 from attnres.training.scaling.sweep import next_rate
 from attnres.utils.figures import COLOURS, finish_axis, write_figure
 from attnres.utils.files import write_file
-from attnres.utils.timing import alternate, machine
-from studies.common.arms import BATCH, SHAPE, TRAINING, Results, Work, prepare, rows_of, training_step
-from studies.common.paired import at_equal_time, bold_if_certain, corrected_p, detectable, in_words, side
+from attnres.utils.timing import machine
+from studies.common.arms import BATCH, SHAPE, TRAINING, Results, Work, prepare, rows_of
+from studies.common.paired import bold_if_certain, corrected_p, detectable, in_words, interpolated, side
 from studies.common.runs import losses_in_words, read_runs, train_missing, trained
+from studies.common.steps import time_steps, training_step
 from studies.reads.study import RESULTS as READ_STUDY
 
 
@@ -141,13 +142,16 @@ def make_model(depth: str, arm: str, seed: int, fields: dict[str, dict[str, Any]
 
 
 def train(run: Run, work: Path, fields_of_arms: dict[str, dict[str, Any]] = FIELDS, **changed: Any) -> dict[str, Any]:
-    """Train one run; its figures. Some fields of `AttnResTrainingArguments` may be others than in the protocol."""
+    """Train one run; its figures.
+
+    Args:
+        changed: fields of `AttnResTrainingArguments` that are not those of the protocol.
+    """
     start = time.time()
     model = make_model(run.depth, run.arm, run.seed, fields_of_arms)
     rows = rows_of(work, "library", "train", run.seed)[: run.steps * BATCH]
     fields = TRAINING | {"eval_strategy": "no", "query_learning_rate": run.learning_rate, "query_weight_decay": 0.0}
-    fields |= changed
-    trainer = trained(model, rows, run, work, **fields)
+    trainer = trained(model, rows, run, work, **fields | changed)
     tuning, judging = (
         trainer.evaluate(rows_of(work, "library", part))["eval_loss"] for part in ("tuning", "held_out")
     )
@@ -201,13 +205,8 @@ def speed(
     torch.set_num_threads(1)
     figures: dict[str, dict[str, Any]] = {}
     for depth in DEPTHS:
-        seconds = alternate([training_step(make_model(depth, a, 0).train()) for a in ARMS], pairs, f"Steps, {depth}")
-        ratios = seconds / seconds[:, :1]
-        quartiles = ratios.quantile(torch.tensor([0.25, 0.5, 0.75], dtype=ratios.dtype), dim=0).T.tolist()
-        medians = seconds.median(dim=0).values.tolist()
-        figures[depth] = {
-            arm: {"seconds": median, "ratio_quartiles": of} for arm, median, of in zip(ARMS, medians, quartiles)
-        }
+        steps = {arm: training_step(make_model(depth, arm, 0).train()) for arm in ARMS}
+        figures[depth] = time_steps(steps, pairs, f"Steps, {depth}")
     write_file(results / "speed.json", json.dumps(figures, indent=1) + "\n")
     console.print(figures)
 
@@ -230,7 +229,7 @@ def comparisons(found: dict[Run, dict[str, Any]], speeds: dict[str, Any]) -> dic
         finals = finals_of(found, depth)
         for arm in FIELDS:
             ratio = speeds[depth][arm]["ratio_quartiles"][1]
-            longer = at_equal_time(finals["prenorm"], finals["double"], ratio)
+            longer = interpolated({1: finals["prenorm"], 2: finals["double"]}, ratio)
             baselines = {"equal tokens": finals["prenorm"], "equal time": longer}
             for kind, baseline in baselines.items():
                 rows[kind, depth, arm] = [loss - other for loss, other in zip(finals[arm], baseline)]

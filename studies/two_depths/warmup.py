@@ -25,7 +25,8 @@ from studies.two_depths.study import ARMS, RESULTS, SEEDS, STEPS, TUNING_SEEDS, 
 
 
 RUNS, TABLE = RESULTS / "warmup_runs.jsonl", RESULTS / "warmup.md"
-WARMUP = 60
+# Steps, and in two depths
+WARMUP, SHORT = 60, STEPS // 20
 RATES = {"prenorm": (3.2e-2, 6.4e-2), "blocks": (6.4e-2, 0.128)}
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -61,6 +62,10 @@ def next_run(found: dict[WarmRun, dict[str, Any]]) -> WarmRun | None:
     return next((run for run in runs if run not in found), None)
 
 
+def mean_and_sd(losses: list[float]) -> str:
+    return f"{statistics.mean(losses):.3f} ({statistics.stdev(losses):.3f})"
+
+
 @app.callback()
 def main():
     """The deep models with a longer warmup."""
@@ -90,29 +95,25 @@ def report():
         return [found[run_of(arm, seed, rate)]["judging_loss"] for seed in seeds]
 
     lines = ["# 24 layers of 48 with a longer warmup", "", "By the [protocol](warmup.protocol.md).", ""]
-    lines += [
-        f"| | rate | {STEPS // 20} steps of warmup | {WARMUP} steps | {WARMUP} minus {STEPS // 20}, three seeds |"
-    ]
+    lines += [f"| | rate | {SHORT} steps of warmup | {WARMUP} steps | {WARMUP} minus {SHORT}, three seeds |"]
     lines += ["|---|---|---|---|---|"]
     for arm, rates in RATES.items():
         for rate in rates:
             short = [before[Run("deep", arm, seed, STEPS, rate)]["judging_loss"] for seed in TUNING_SEEDS]
             long = losses(arm, TUNING_SEEDS, rate)
-            cells = [f"{statistics.mean(of):.3f} ({statistics.stdev(of):.3f})" for of in (short, long)]
             difference = in_words([a - b for a, b in zip(long, short)], 3)
-            lines.append(f"| {ARMS[arm]} | {rate:g} | {' | '.join(cells)} | {difference} |")
-    best = {arm: losses(arm, SEEDS, chosen_rate(found, arm)) for arm in RATES}
+            lines.append(f"| {ARMS[arm]} | {rate:g} | {mean_and_sd(short)} | {mean_and_sd(long)} | {difference} |")
+    lines += ["", f"| {WARMUP} steps of warmup | rate | loss, five seeds |", "|---|---|---|"]
+    best = {}
+    for arm in RATES:
+        rate = chosen_rate(found, arm)
+        best[arm] = losses(arm, SEEDS, rate)
+        lines.append(f"| {ARMS[arm]} | {rate:g} | {mean_and_sd(best[arm])} |")
     differences = [a - b for a, b in zip(best["blocks"], best["prenorm"])]
     p = corrected_p({"blocks": differences})["blocks"]
-    lines += [
-        "",
-        f"With {WARMUP} steps of warmup and five seeds, PreNorm at {chosen_rate(found, 'prenorm'):g} ends at",
-    ]
-    lines += [f"{statistics.mean(best['prenorm']):.3f} ({statistics.stdev(best['prenorm']):.3f}), and 6 blocks at"]
-    lines += [f"{chosen_rate(found, 'blocks'):g} at {statistics.mean(best['blocks']):.3f}"]
-    lines[-1] += f" ({statistics.stdev(best['blocks']):.3f}). 6 blocks minus PreNorm:"
-    lines += [f"{', '.join(f'{d:+.3f}' for d in differences)}, mean {bold_if_certain(in_words(differences, 3), p)},"]
-    lines += [f"p = {p:.3f}."]
+    by_seed = ", ".join(f"{d:+.3f}" for d in differences)
+    mean = bold_if_certain(in_words(differences, 3), p)
+    lines += ["", f"6 blocks minus PreNorm: {by_seed}, mean {mean}, p = {p:.3f}."]
     write_file(TABLE, "\n".join(lines) + "\n")
     console.print(f"Wrote {TABLE}", highlight=False)
 
