@@ -557,9 +557,10 @@ def test_command_line(checkpoints, quick, tmp_path, monkeypatch, capsys, run_att
     assert "HumanEval: it runs generated code; `--allow-code-execution` allows that" in capsys.readouterr().out
 
 
-@pytest.fixture
-def encoder_decoders(tmp_path):
+@pytest.fixture(scope="module")
+def encoder_decoders(tmp_path_factory):
     """A T5 and its conversion."""
+    folder = tmp_path_factory.mktemp("encoder_decoders")
     tokenizer = train_tokenizer([read_sample()] * 3, vocab_size=400)
     shape = {
         "d_model": 32,
@@ -573,10 +574,10 @@ def encoder_decoders(tmp_path):
         vocab_size=len(tokenizer), decoder_start_token_id=0, eos_token_id=tokenizer.eos_token_id, **shape
     )
     set_seed(0)
-    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(tmp_path / "t5")
-    tokenizer.save_pretrained(tmp_path / "t5")
-    convert_checkpoint(tmp_path / "t5", tmp_path / "t5-attnres", num_blocks=2)
-    return [str(tmp_path / "t5"), str(tmp_path / "t5-attnres")]
+    AutoModelForSeq2SeqLM.from_config(config).save_pretrained(folder / "t5")
+    tokenizer.save_pretrained(folder / "t5")
+    convert_checkpoint(folder / "t5", folder / "t5-attnres", num_blocks=2)
+    return [str(folder / "t5"), str(folder / "t5-attnres")]
 
 
 def samples_of(output):
@@ -706,11 +707,12 @@ def test_what_would_be_random_is_not_evaluated(encoder_decoders, checkpoints, tm
     ],
     ids=str,
 )
-def test_broken_encoder_decoders(encoder_decoders, changed, message):
-    path = Path(encoder_decoders[1], "config.json")
+def test_broken_encoder_decoders(encoder_decoders, changed, message, tmp_path):
+    shutil.copytree(encoder_decoders[1], tmp_path / "broken")
+    path = tmp_path / "broken/config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | changed))
     with pytest.raises(ValueError, match=message):
-        load_model(EvalModel(encoder_decoders[1]), EvalOptions(), "cpu", 1)
+        load_model(EvalModel(str(tmp_path / "broken")), EvalOptions(), "cpu", 1)
 
 
 DIES = """
