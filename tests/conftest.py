@@ -45,6 +45,18 @@ def pytest_unconfigure():
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
+class Checkout:
+    """The project's folder is the package `attnres`, whatever the name of a checkout: pytest is not to import it."""
+
+    @staticmethod
+    def pytest_collect_directory(path, parent):
+        return pytest.Dir.from_parent(parent, path=path) if path == parent.config.rootpath else None
+
+
+def pytest_configure(config):
+    config.pluginmanager.register(Checkout)  # what a conftest.py itself has is not asked of the folders above it
+
+
 OUT_OF_TIME = "out of time"
 
 

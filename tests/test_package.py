@@ -55,6 +55,19 @@ def test_type_checkers_see_the_names_that_are_imported_when_they_are_used():
     assert all(getattr(attnres, name).__name__ == name for name in shown)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["attnres-main", "attnres", "2 copies"])
+def test_checkouts_have_any_name(name, tmp_path):
+    """GitHub's archives unpack into a folder whose name is none of a package."""
+    (tmp_path / name).mkdir()
+    for file in ("pyproject.toml", "__init__.py", "registration.py"):
+        shutil.copy(ROOT / file, tmp_path / name)
+    shutil.copytree(ROOT / "tests", tmp_path / name / "tests", ignore=shutil.ignore_patterns("__pycache__"))
+    command = [sys.executable, "-m", "pytest", "-p", "no:cacheprovider", "-n", "2", "tests/test_curves.py"]
+    result = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path / name, timeout=300)
+    assert result.returncode == 0 and " passed" in result.stdout, result.stdout
+
+
 def test_one_version():
     citation = re.search(r"^version: (.*)$", (ROOT / "CITATION.cff").read_text(encoding="utf-8"), re.MULTILINE)
     changes = re.search(r"^## (\d[^ \n]*)", (ROOT / "CHANGELOG.md").read_text(encoding="utf-8"), re.MULTILINE)
