@@ -51,8 +51,8 @@ def register():
     """Tell each library as soon as it is imported, and import none.
 
     `AutoModel.register` takes classes, and importing what those need takes seconds. The mappings themselves go from
-    name to class when one is looked up, which is all that is wanted here. The first registration stays: the folder of a
-    checkout is a package too, under its own name, and pytest may import it.
+    name to class when one is looked up, which is all that is wanted here. The first registration stays: the folder of
+    a checkout is a package too, under its own name, and pytest may import it.
     """
     after_import(
         {
