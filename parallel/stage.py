@@ -130,23 +130,33 @@ class AttnResStage(PipelineStage):
     def forward_one_chunk(self, fwd_chunk_id: int, args, kwargs=None, save_forward_output: bool = True):
         self._cached = [self.store.leaf((fwd_chunk_id, block)) for block in self.route.cached]
         result = super().forward_one_chunk(fwd_chunk_id, args, kwargs, save_forward_output)
-        outputs, inputs = self.fwd_cache[fwd_chunk_id]
-        self._check_dtype(outputs)
-        # Gradients are computed of what is in this list
-        self.fwd_cache[fwd_chunk_id] = outputs, [*inputs, *self._cached, *self.submod.queries]
+        inputs = self.inputs_of(fwd_chunk_id)
         if not self.is_first:
             self._keep(fwd_chunk_id, self.route.received, inputs[self.num_open[0] :])
         if not self.is_last:
-            self._keep(fwd_chunk_id, self.route.sent, outputs[self.num_open[1] :])
+            self._check_dtype(result)
+            self._keep(fwd_chunk_id, self.route.sent, result[self.num_open[1] :])
+        inputs += [*self._cached, *self.submod.queries]
         for block in {*self.route.cached, *self.route.received} - {*self.route.kept}:
             self.store.blocks.pop((fwd_chunk_id, block), None)
         self._cached = []
         return result
 
+    @property
+    def in_flight(self) -> dict[int, Any]:
+        """By microbatch, what the stage keeps for its backward pass."""
+        # CODEPATH: torch 2.15 has renamed it
+        return self._forward_chunk_states if hasattr(self, "_forward_chunk_states") else self.fwd_cache
+
+    def inputs_of(self, microbatch: int) -> list[torch.Tensor]:
+        """The list of tensors of which the backward pass will compute gradients."""
+        kept = self.in_flight[microbatch]
+        return kept[1] if isinstance(kept, tuple) else kept.input_values
+
     def _check_dtype(self, outputs: tuple[torch.Tensor, ...]):
         """What is received into a buffer of another dtype would be other numbers."""
         wanted = self._stage_meta.outputs[0].dtype
-        if not self.is_last and any(tensor.dtype != wanted for tensor in outputs):
+        if any(tensor.dtype != wanted for tensor in outputs):
             raise ValueError(
                 f"The residual stream behind stage {self.stage_index} is of {outputs[0].dtype}, and the pipeline was"
                 f" made to send {wanted}: pass `dtype={outputs[0].dtype}` to it."

@@ -51,8 +51,9 @@ def package(monkeypatch):
 
 
 def variant(repository, *names):
-    """Where the files are that load on a CPU."""
-    return repository.joinpath("build", "torch-cpu", *names)
+    """Where the files are that load here. A build of torch for GPUs takes those for GPUs on a CPU as well."""
+    backend = "cuda" if torch.version.cuda else "rocm" if torch.version.hip else "cpu"
+    return repository.joinpath("build", f"torch-{backend}", *names)
 
 
 @pytest.fixture

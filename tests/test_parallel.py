@@ -428,7 +428,7 @@ def count_in_flight(pipeline) -> list[int]:
 
         def counting(*args, forward=forward, **kwargs):
             result = forward(*args, **kwargs)
-            found.append(sum(len(stage.fwd_cache) for stage in pipeline.stages))
+            found.append(sum(len(stage.in_flight) for stage in pipeline.stages))
             return result
 
         stage.forward_one_chunk = counting
