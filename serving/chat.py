@@ -9,7 +9,7 @@ from transformers import AutoProcessor, GenerationConfig
 from transformers.cli.chat import Chat, parse_generate_flags
 from transformers.cli.serve import Serve
 
-from .server import make_classes_known
+from .server import check_before_serving, make_classes_known
 
 
 def chat(model: str, settings: list[str], system_prompt: str | None = None, device: str = "auto", dtype: str = "auto"):
@@ -23,7 +23,8 @@ def chat(model: str, settings: list[str], system_prompt: str | None = None, devi
         dtype: of the model, such as `bfloat16`; `auto` is that of the checkpoint.
 
     Raises:
-        ValueError: for a setting that transformers does not have, and a checkpoint without a chat template.
+        ValueError: for a setting that transformers does not have, and a checkpoint without a chat template or some of
+            its tensors.
         OSError: if the server refuses a message.
     """
     unknown = GenerationConfig().update(**parse_generate_flags(settings))
@@ -34,6 +35,7 @@ def chat(model: str, settings: list[str], system_prompt: str | None = None, devi
             f"`{model}` has no chat template, so it was not trained on conversations: take a checkpoint that was,"
             " or `attnres finetune` this one on some."
         )
+    check_before_serving(model)
     logging.disable(logging.WARNING)  # what the server says of every request would be in the middle of the answers
     make_classes_known()
     server = Serve(model, device=device, dtype=dtype, host="127.0.0.1", port=0, non_blocking=True)

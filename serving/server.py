@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import NoReturn
 
+from ..base.library_lookups import MODEL_TYPES
 from ..utils.untrusted import check_folder, read_json
 
 
@@ -87,7 +88,8 @@ def check_before_serving(model: str | None):
 
     Raises:
         FileNotFoundError: if a path is not there, which the servers would look for on the Hub.
-        ValueError: if it is an adapter, an encoder or an encoder-decoder.
+        ValueError: if it is an adapter, an encoder or an encoder-decoder, or an AttnRes checkpoint that lacks tensors,
+            which transformers' server would fill with random numbers.
     """
     if model is None or not (model.startswith((".", "/", "~")) or Path(model).is_dir()):
         return
@@ -96,12 +98,17 @@ def check_before_serving(model: str | None):
         check_folder(folder, follow_links=True)
         from ..base.config import has_own_classes  # imports torch; a missing path is reported without it
 
-        base_model_type = read_json(folder / "config.json").get("base_model_type")
+        config_dict = read_json(folder / "config.json")
+        base_model_type = config_dict.get("base_model_type")
         if isinstance(base_model_type, str) and has_own_classes(base_model_type):
             raise ValueError(
                 f"`{model}` is of type `{base_model_type}`, and a server needs a decoder: load an encoder or an"
                 " encoder-decoder with transformers' `pipeline`."
             )
+        if config_dict.get("model_type") in MODEL_TYPES:
+            from ..checkpoints.checkpoint import check_is_whole
+
+            check_is_whole(folder)
         return
     if (folder / "adapter_config.json").exists():
         raise ValueError(

@@ -2,12 +2,14 @@
 """`attnres run` and `attnres chat` as users call them: real processes on checkpoints in folders."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
 import venv
 
 import pytest
+from safetensors.torch import load_file, save_file
 from tiny_models import convert, randomize_queries, tiny_base_model
 
 from attnres.data.text import read_sample, train_tokenizer
@@ -40,6 +42,10 @@ def folder(tmp_path_factory):
     for name, model in (("base", base), ("converted", randomize_queries(convert(base, 3)))):
         model.save_pretrained(folder / name)
         tokenizer.save_pretrained(folder / name)
+    shutil.copytree(folder / "converted", folder / "half")
+    tensors = load_file(folder / "half/model.safetensors")
+    del tensors["model.layers.1.mlp.up_proj.weight"]
+    save_file(tensors, folder / "half/model.safetensors", metadata={"format": "pt"})
     (folder / "load.py").write_text(LOAD)
     (folder / "parent.py").write_text(PARENT)
     return folder
@@ -118,6 +124,7 @@ def test_chat(folder, name):
         (["untaught"], "has no chat template"),
         (["converted", "max_new_token=3"], "`max_new_token` is not a field"),
         (["converted", "max_new_tokens"], "missing `=`"),
+        (["half"], "no values for 1 of its tensors (model.layers.1.mlp.up_proj.weight), which would be random"),
     ],
 )
 def test_chat_that_cannot_begin(folder, words, message, run_attnres, capsys, monkeypatch):
@@ -125,3 +132,9 @@ def test_chat_that_cannot_begin(folder, words, message, run_attnres, capsys, mon
     monkeypatch.chdir(folder)
     assert run_attnres("chat", *words) in (1, 2)
     assert message in " ".join(capsys.readouterr().err.split())
+
+
+def test_a_checkpoint_that_lacks_tensors_is_not_served(folder, run_attnres, capsys):
+    pytest.importorskip("uvicorn")
+    assert run_attnres("serve", folder / "half") == 1
+    assert "1 of its tensors (model.layers.1.mlp.up_proj.weight)" in " ".join(capsys.readouterr().err.split())

@@ -142,6 +142,13 @@ def test_study_of_reads():
         row = rows_of("reads", heading)["Full"]
         assert row[2] == in_words(losses["full"] - baseline, 4)
         assert row[1] == ", ".join(f"{d:+.3f}" for d in losses["full"] - baseline)
+    further = rows_of("reads", "At a rate where the sweeps would have continued, equal tokens")
+    for arm, label in (("blocks", "8 blocks"), ("full", "Full")):
+        results = sorted(runs_of("reads", "further_rates"), key=lambda result: result["run"]["seed"])
+        of_arm = np.array([result["judging_loss"] for result in results if result["run"]["arm"] == arm])
+        assert further[label][2] == f"{of_arm.mean():.4f} ({of_arm.std(ddof=1):.3f})"
+        assert further[label][3] == ", ".join(f"{d:+.3f}" for d in of_arm - losses[arm])
+        assert further[label][4] == in_words(of_arm - losses[arm], 4)
 
 
 def test_ablations():

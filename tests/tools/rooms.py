@@ -19,8 +19,8 @@ START, END = "<!-- Made by tests/tools/rooms.py -->\n", "<!-- End -->\n"
 FLOORS = (
     ("depth", "utils"),
     ("base", "data"),
-    ("configuration_attnres", "checkpoints", "serving", "registration"),
-    ("modeling_attnres", "eval", "inspection", "benchmarks"),
+    ("configuration_attnres", "checkpoints", "registration"),
+    ("modeling_attnres", "eval", "inspection", "benchmarks", "serving"),
     ("multimodal_attnres", "model_cards", "parallel"),
     ("conversion", "training"),
     ("cli", "studies"),
