@@ -206,12 +206,20 @@ class AttnResStage(PipelineStage):
             super().set_local_bwd_input(next_stage_bwd_outputs, mb_index)
 
     def perform_reduce_grad(self, grad_scale_factor: int):
-        # Behind the last microbatch: what is left of the way to the queries
+        self._pass_on_query_grads()
+        super().perform_reduce_grad(grad_scale_factor)
+
+    def start_gradient_reduction(self):
+        # CODEPATH: what torch 2.15 calls instead with FSDP2
+        self._pass_on_query_grads()
+        super().start_gradient_reduction()
+
+    def _pass_on_query_grads(self):
+        """After the last microbatch: what is left of the way from the queries as they are read to the parameters."""
         with_grads = [pair for pair in zip(self.submod.folded, self._query_grads) if pair[1] is not None]
         if with_grads:
             torch.autograd.backward(*map(list, zip(*with_grads)))
         self._query_grads = []
-        super().perform_reduce_grad(grad_scale_factor)
 
 
 def _sum(grad: torch.Tensor | None, other: torch.Tensor | None) -> torch.Tensor | None:
