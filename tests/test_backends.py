@@ -122,6 +122,7 @@ def as_on_a_gpu(monkeypatch):
         function.cache_clear()
 
 
+@pytest.mark.slow
 @needs_triton
 def test_auto_takes_the_kernels_on_gpus(as_on_a_gpu, counted, few_ids, caplog):
     assert attnres.get_backend() == "auto"
@@ -292,6 +293,7 @@ def test_reads_of_a_stream(backend, of_embedding, sums):
     UpToRounding(run, queries, *outputs).check(actual)
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.one_in(6)
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
@@ -335,6 +337,7 @@ def test_all_kinds_of_reads(backend, read_config, block_size, counted):
 HOOKS = ("forward_pre_hook", "forward_hook", "full_backward_pre_hook", "full_backward_hook")
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 def test_norms_with_hooks_are_called(backend, counted):

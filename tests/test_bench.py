@@ -31,6 +31,7 @@ def allocator_of_the_other_tests(monkeypatch):
     monkeypatch.setattr(timing, "_mallopt", lambda *args: None)
 
 
+@pytest.mark.slow
 def test_bench(tmp_path):
     arguments = ["bench", "--shape", "tiny", "--pairs", "3", "--cases", "decode-2-8,prefill-16,train-16"]
     result = CliRunner().invoke(app, [*arguments, "--variants", "3,full", "-o", str(tmp_path)])

@@ -241,6 +241,7 @@ def test_an_example_of_others_does_nothing(attack, checkpoint, tmp_path):
     assert len(headings) == len(shown(model_card(tmp_path / "model").text)[0])
 
 
+@pytest.mark.slow
 def test_a_gguf_file_says_its_licence(tmp_path):
     """And its languages, as far as its header has them."""
     write_gguf(tmp_path / "tiny.gguf", about={"license": "apache-2.0", "languages": ["en"]})

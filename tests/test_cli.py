@@ -153,6 +153,7 @@ def run_env_with(tmp_path, *options, **packages):
     return result.stdout
 
 
+@pytest.mark.slow
 def test_environment_without_transformers_that_can_be_imported(tmp_path):
     """The very case that the command is for."""
     error = "tokenizers>=99 is required,\\nbut 0.23 was found"
@@ -222,6 +223,7 @@ def test_paths_are_said_at_the_end(base, tmp_path, run_attnres, capsys):
     assert printed.splitlines()[-1] == f"Wrote {tmp_path / 'out'}" and "\x1b" not in printed
 
 
+@pytest.mark.slow
 def test_a_verdict_is_one_line(base, tmp_path, run_attnres, capsys):
     assert run_attnres("convert", base, tmp_path / "out", "--num-blocks", 2) == 0
     figures = r"largest difference \d\.\de-\d+, tolerance \d\.\de-\d+ \(float32\)"
@@ -251,10 +253,8 @@ def test_table_of_families_fits_a_terminal(run_attnres, capsys, monkeypatch):
     )
 
 
-@pytest.mark.parametrize(
-    "option",
-    ["--quiet", pytest.param(None, marks=pytest.mark.slow), pytest.param("--verbose", marks=pytest.mark.slow)],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--quiet", None, "--verbose"])
 def test_quiet_and_verbose(option, base, tmp_path):
     """In a process of its own: what libraries print is decided before they are imported."""
     command = [sys.executable, "-m", "attnres", "convert", base, tmp_path / "a", "--num-blocks", "2"]

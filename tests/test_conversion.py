@@ -81,7 +81,7 @@ def assert_same_tensors(actual, expected):
         assert actual[name].dtype == expected[name].dtype and torch.equal(actual[name], expected[name]), name
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("family", EVERY_FAMILY)
 def test_family(family, tmp_path):
     """Convert with its verification, and revert to the same bytes."""
@@ -132,6 +132,7 @@ def test_everything_comes_along(base, tmp_path):
     assert again == before  # the config and the index as well
 
 
+@pytest.mark.slow
 def test_save_pretrained_can_be_reverted(base, tmp_path):
     """Queries inside of a shard with other tensors."""
     convert(base, tmp_path / "attnres", verify=False)
@@ -210,6 +211,7 @@ def test_a_checkpoint_is_opened_once(base, tmp_path, monkeypatch):
     }
 
 
+@pytest.mark.slow
 def test_change_of_blocks(base, tmp_path):
     convert(base, tmp_path / "attnres", block_size=3, verify=False)
     report = convert(tmp_path / "attnres", tmp_path / "full", full=True)
@@ -238,6 +240,7 @@ def test_blocks_are_those_that_were_asked_for(base, tmp_path):
     assert report.block_size == 3
 
 
+@pytest.mark.slow
 def test_trained_queries_are_not_lost(base, tmp_path):
     convert(base, tmp_path / "attnres", block_size=3, verify=False)
     model = randomize_queries(AutoModelForCausalLM.from_pretrained(tmp_path / "attnres"))
@@ -272,10 +275,8 @@ OTHER_HEADS = [
 ]
 
 
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize(
-    "model_type", ["qwen3", *(pytest.param(t, marks=pytest.mark.slow) for t in ("gpt2", "gpt_neox"))]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("model_type", ["qwen3", "gpt2", "gpt_neox"])
 @pytest.mark.parametrize("kind", ["trunk", "classifier"])
 def test_other_heads(kind, model_type, tmp_path):
     base_model = AutoModelForCausalLM.from_config(decoder_config(model_type)).eval()
@@ -400,18 +401,15 @@ def broken(folder, tmp_path, change):
     return tmp_path / "broken"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "name, place",
     [
         ("model.layers.2.self_attn.v_proj.weight", "`layers.2.post_attention_layernorm`"),
-        pytest.param("model.layers.1.mlp.down_proj.weight", "`layers.2.input_layernorm`", marks=pytest.mark.slow),
-        pytest.param(
-            "model.layers.3.post_attention_layernorm.weight",
-            "`layers.3.post_attention_layernorm`",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param("model.norm.weight", "`norm`", marks=pytest.mark.slow),
-        pytest.param("lm_head.weight", "the head", marks=pytest.mark.slow),
+        ("model.layers.1.mlp.down_proj.weight", "`layers.2.input_layernorm`"),
+        ("model.layers.3.post_attention_layernorm.weight", "`layers.3.post_attention_layernorm`"),
+        ("model.norm.weight", "`norm`"),
+        ("lm_head.weight", "the head"),
     ],
 )
 def test_verify_names_the_first_difference(name, place, base, tmp_path):

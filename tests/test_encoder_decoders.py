@@ -245,6 +245,7 @@ def test_weights_and_recorders():
     assert relative(model(**inputs).logits, outputs.logits) < 1e-12, "an error has left something behind"
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_trained", [False, True], ids=["inference", "gradients"])
 def test_compiled_as_one_graph(is_trained):
@@ -295,7 +296,7 @@ def test_fp16_and_what_it_does_against_overflow(name, head):
     assert stream.newest.abs().max() > 6e4 and stream.newest.isfinite().all()
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize(
     "name, head",
     [T5, ("t5", "AttnResForTokenClassification"), WHISPER, ("mbart", "AttnResForSequenceClassification")],
@@ -309,6 +310,7 @@ def test_converted_and_back(name, head, tmp_path):
         convert(tmp_path / "trained", tmp_path / "blocks", num_blocks=2)
 
 
+@pytest.mark.slow
 def test_other_blocks_and_queries_that_see_the_input(tmp_path):
     native_encoder(*T5, dtype=torch.float32).save_pretrained(tmp_path / "base")
     convert(tmp_path / "base", tmp_path / "attnres", full=True)
@@ -328,6 +330,7 @@ def test_a_lost_factor_or_swapped_queries_are_found(tmp_path):
     assert not verify(tmp_path / "base", tmp_path / "attnres").equal
 
 
+@pytest.mark.slow
 def test_another_number_of_layers(tmp_path):
     native_encoder(*T5, dtype=torch.float32).save_pretrained(tmp_path / "base")
     convert(tmp_path / "base", tmp_path / "attnres", num_blocks=3)
@@ -360,6 +363,7 @@ def test_loaded_for_another_task(tmp_path):
     assert type(trunk).__name__ == "AttnResModel" and len(trunk.stacks) == 2
 
 
+@pytest.mark.slow
 def test_code_in_the_checkpoint(tmp_path):
     native_encoder(*WHISPER, dtype=torch.float32).save_pretrained(tmp_path / "base")
     convert(tmp_path / "base", tmp_path / "alone", num_blocks=3, self_contained=True)

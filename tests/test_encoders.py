@@ -69,6 +69,7 @@ READS = [
 ]
 
 
+@pytest.mark.one_in(2)
 @pytest.mark.parametrize("name, head", EVERY_HEAD)
 def test_same_as_its_base_and_as_the_definition(name, head):
     head = f"AttnRes{head}"
@@ -126,7 +127,7 @@ def test_gradients(name, head):
         assert model.trunk.depth_queries.query.grad.abs().sum(-1).count_nonzero() >= model.config.num_sites - 1
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 @pytest.mark.parametrize(
     "name, head",
     [
@@ -153,7 +154,7 @@ def random_encoder(name, head):
     return with_random_queries(converted_encoder(native, head, 3)), inputs_of(native)
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("is_trained", [False, True], ids=["inference", "gradients"])
 @pytest.mark.parametrize("name, head", ONE_OF_EACH)
 def test_compiled_as_one_graph(name, head, is_trained):
@@ -226,6 +227,7 @@ def test_loaded_for_another_task(tmp_path):
     assert torch.equal(classifier.trunk.depth_queries.query, model.trunk.depth_queries.query)
 
 
+@pytest.mark.slow
 def test_a_prenorm_decoder_with_the_head_of_an_encoder(tmp_path):
     """RoBERTa-PreLayerNorm is a causal language model for transformers, and its checkpoints are masked ones."""
     shape = {"vocab_size": 99, "hidden_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
@@ -244,6 +246,7 @@ def test_layers_left_out_at_random():
         outputs_of(model.train(), inputs_of(native))
 
 
+@pytest.mark.slow
 def test_a_lost_factor_is_found(tmp_path):
     native_encoder("modernbert", "AttnResForMaskedLM", dtype=torch.float32).save_pretrained(tmp_path / "base")
     convert(tmp_path / "base", tmp_path / "attnres", num_blocks=2)
@@ -267,6 +270,7 @@ def test_layers_selected_and_divided(tmp_path):
         prune(tmp_path / "vit", tmp_path / "out", kept)
 
 
+@pytest.mark.slow
 def test_pipelines(tmp_path):
     """As users call them: an image processor or a tokenizer beside the weights."""
     native = native_encoder("vit", "AttnResForImageClassification", dtype=torch.float32)
@@ -327,6 +331,7 @@ def test_recorder_and_weights():
     assert relative(edited, outputs.last_hidden_state) > 1e-3
 
 
+@pytest.mark.slow
 def test_from_scratch_and_remote_code(tmp_path):
     """A self-contained folder loads without the package; a config alone makes a model that starts as means."""
     native_encoder("modernbert", "AttnResForMaskedLM", dtype=torch.float32).save_pretrained(tmp_path / "base")

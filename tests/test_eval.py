@@ -383,9 +383,8 @@ FOREIGN = {
 }
 
 
-@pytest.mark.parametrize(
-    "name, content", mostly_slow([(name, content) for name in FOREIGN for content in FOREIGN[name]], every=7)
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name, content", [(name, content) for name in FOREIGN for content in FOREIGN[name]])
 def test_foreign_files_are_kept(quick_eval, tmp_path, caplog, capsys, run_attnres, name, content):
     out = tmp_path / "out"
     out.mkdir()
@@ -590,6 +589,7 @@ def samples_of(output):
     return found
 
 
+@pytest.mark.slow
 def test_encoder_decoders(encoder_decoders, quick, tmp_path):
     """Both are asked as lm-eval asks a T5, and answer the same."""
     results = evaluate(encoder_decoders, tmp_path / "out", suite="quick", data_root=quick[0], device="cpu")

@@ -87,6 +87,7 @@ READS = {
 }
 
 
+@pytest.mark.one_in(4)
 @pytest.mark.parametrize("base", ["qwen3", "gpt_neox", "qwen3_moe"])
 @pytest.mark.parametrize("read", READS)
 def test_every_read(folder, tmp_path, base, read):
@@ -109,6 +110,7 @@ def test_every_read(folder, tmp_path, base, read):
             assert len(predicted) == 6 and all(0 < probability <= 1 for probability in predicted.values())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("text", [" ", "\n\n", "$\\frac{1}$ _^%", "ก😀", "\x00"])
 def test_strange_texts_are_drawn(folder, tmp_path, text):
     path = str(folder / "queries")

@@ -100,6 +100,7 @@ def says(folder, run_attnres, capsys, monkeypatch):
     }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("quote", QUOTED)
 def test_quoted_errors(quote, says):
     (say,) = [say for words, say in says.items() if words in quote]

@@ -445,6 +445,7 @@ def test_early_stopping_checkpointing_and_unpacked_rows(folder, tmp_path):
     assert result.history[-1]["step"] < 60, "nothing has stopped it"
 
 
+@pytest.mark.slow
 def test_queries_that_do_not_move_are_explained(folder, tmp_path):
     result = finetune(fields(folder, tmp_path / "out", query_learning_rate=1e-5, query_weight_decay=0.1))
     assert "The depth queries have hardly moved" in result.explanation

@@ -118,6 +118,7 @@ def write_model_and_text(family, tmp_path):
     write_jsonl(tmp_path / "text.jsonl", [{"text": text} for text in read_sample().split("\n\n") * 2 if text.strip()])
 
 
+@pytest.mark.slow
 def test_hybrids_are_not_packed(tmp_path, capsys):
     """Said in a line by default, an error where packing was asked for."""
     write_model_and_text("qwen3_next", tmp_path)
@@ -128,6 +129,7 @@ def test_hybrids_are_not_packed(tmp_path, capsys):
     assert f"Rows are not packed: {reason}." in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_data_is_read_once(folder, tmp_path, monkeypatch, capsys):
     """Also where the loaded model turns out not to keep documents apart, and rows are made anew."""
     module, read = sys.modules["attnres.training.finetune"], []

@@ -189,6 +189,7 @@ def fla_by_definition(error: float = 0.0) -> types.ModuleType:
     return module
 
 
+@pytest.mark.slow
 @needs_triton
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton is not interpreted here")
 def test_a_read_against_others(monkeypatch):

@@ -123,7 +123,8 @@ def test_what_is_there_is_not_touched(tmp_path, monkeypatch):
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-@pytest.mark.parametrize("which", ["refused or large", pytest.param("", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("which", ["refused or large", ""])
 def test_tests_run_with_the_folder_alone(which, repository, tmp_path):
     """Where attnres cannot be imported."""
     (tmp_path / "attnres.py").write_text("raise ImportError('hidden')")
@@ -134,6 +135,7 @@ def test_tests_run_with_the_folder_alone(which, repository, tmp_path):
     assert "skipped" not in result.stdout
 
 
+@pytest.mark.slow
 def test_same_model(repository, package, input_ids, monkeypatch):
     """The same kernels from there, so equal in every bit."""
     model, few_ids = randomize_queries(convert(tiny_base_model("qwen3"), 3)).train(), input_ids[:1, :3]
@@ -282,6 +284,7 @@ try_out("publisher/kernels")
 """
 
 
+@pytest.mark.slow
 def test_on_the_hub(repository, package, tmp_path):
     """By `get_kernel`, with its rules: of a publisher that is trusted, or if the user says so."""
     with LoopbackHub(tmp_path) as hub:

@@ -78,7 +78,7 @@ def test_what_loses_the_stream_is_an_error(edited, add, input_ids):
             model(input_ids)
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize(
     "add",
     [
@@ -200,6 +200,7 @@ def test_copies_are_models_of_their_own(how, input_ids):
         assert definition.ratios(copied.model(input_ids).last_hidden_state)["result"] < 100
 
 
+@pytest.mark.slow
 def test_several_bases_in_threads(input_ids):
     """Forward passes and generations at the same time. Loads: `test_concurrent_loads`, in a process of its own."""
     families = ["llama", "qwen3_moe", "mixtral", "granite"]
@@ -248,7 +249,7 @@ def test_a_model_made_while_another_thread_makes_a_config():
     assert torch.nn.init.normal_ is of_torch
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_config_is_made_without_initial_values(family, monkeypatch):
     """transformers replaces `torch.nn.init` while it gives them, and two threads that do so leave it replaced.

@@ -92,6 +92,7 @@ READS = [{}, *SOME]
 # Combined by weight
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("block_size", [1, 3])
 @pytest.mark.parametrize("fields", mostly_slow(READS, every=4), ids=name_of)
 def test_combined_adapters(fields, block_size, input_ids):

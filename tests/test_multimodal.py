@@ -309,6 +309,7 @@ def test_config(model_type, converted):
     assert made.to_dict() | {"_name_or_path": None} == config.to_dict() | {"_name_or_path": None}
 
 
+@pytest.mark.slow
 def test_what_is_another_base_s_default_is_written(tmp_path):
     """transformers leaves out of a file what a new config of the same class has: that of a Llama."""
     llama = AutoConfig.for_model("llama").to_dict()

@@ -41,6 +41,7 @@ def kept_bytes(model, shape) -> int:
     return sum(storages.values())
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("checkpointing", [False, True])
 @pytest.mark.parametrize(
     "family, block_size",
@@ -235,6 +236,7 @@ def order(schedule, rank, pp, stages, microbatches) -> list:
     return actions + [backward(i) for i in range(total - warm_up, total)]
 
 
+@pytest.mark.slow
 def test_command(tmp_path, run_attnres, capsys):
     tiny_base_model("llama").config.save_pretrained(tmp_path / "base")
     config = AttnResConfig.from_base_config(tiny_base_model("llama").config, block_size=2)

@@ -194,6 +194,7 @@ def test_from_scratch(folder, tmp_path):
     assert result.query_learning_rate is None and not (result.folder / "README.md").exists()
 
 
+@pytest.mark.slow
 def test_stopped_and_resumed(folder, tmp_path, monkeypatch):
     """The same weights bit for bit, and no row twice."""
     from attnres.training.pretrain import PretrainTrainer

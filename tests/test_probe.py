@@ -201,6 +201,7 @@ def test_own_code_that_does_more(name, tmp_path, modules_cache):
         assert reason in str(error.value)
 
 
+@pytest.mark.slow
 def test_own_code_is_converted(tmp_path, modules_cache):
     """Where its classes are registered, a folder without its code as well."""
     config = read_decoder_config(str(write_base(tmp_path, "converted")), trust_remote_code=True)
@@ -364,7 +365,7 @@ AROUND = {
 }
 
 
-@pytest.mark.one_in(2)
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("model_type", ["llama", "longcat_flash"])  # the second chooses experts by their numbers
 @pytest.mark.parametrize("mode", AROUND.values(), ids=AROUND)
 def test_probe_within_other_modes(model_type, mode):

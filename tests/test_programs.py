@@ -106,7 +106,8 @@ def test_no_such_program(run_attnres, capsys):
     assert "There is no program `no-such-program`" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("name", ["converted", pytest.param("base", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["converted", "base"])
 def test_chat(folder, name):
     """Two messages, until the input ends, offline: the model and the settings are those that were named."""
     pytest.importorskip("uvicorn")

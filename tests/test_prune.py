@@ -353,6 +353,7 @@ def test_files(layers, folder, tmp_path, input_ids):
     assert f"Its layers are the layers {in_ranges(layers)} of `trained`" in card
 
 
+@pytest.mark.slow
 def test_files_in_either_order(folder, tmp_path):
     """Pruned and converted, or converted and pruned: the same tensors to the last bit, and back to the same base."""
     layers = [0, 2, 3, 3]

@@ -129,7 +129,7 @@ def without_prefix(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     return {name.removeprefix("model."): tensor for name, tensor in tensors.items()}
 
 
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize("model_type, architectures", CLASS_NAMES, ids=str)
 def test_class_names(model_type, architectures, tmp_path):
     """transformers loads them by their type; the way back gives the name and the formatting of the file as well."""

@@ -148,6 +148,7 @@ def make_trainer(folder, tmp_path, data, **kwargs):
     return AttnResTrainer(AutoModelForCausalLM.from_pretrained(folder / "model"), arguments, train_dataset=data)
 
 
+@pytest.mark.slow
 @pytest.mark.one_in(2)
 @pytest.mark.parametrize("rows", mostly_slow([40, 1], every=2))
 @pytest.mark.parametrize("streamed", [False, True])
@@ -194,6 +195,7 @@ def test_measuring_takes_a_tenth_of_a_run_at_most():
     assert plan_effort(100_000, 500, rates).gradient_rows == 64
 
 
+@pytest.mark.slow
 def test_short_runs_say_how_the_rate_was_found(folder, tmp_path, capsys):
     trainer = make_trainer(folder, tmp_path, rows_of(40), query_learning_rate="auto")
     for steps, words in {6: "too short to measure one", 100: "(cut short to ", 500: "measured in "}.items():
@@ -227,6 +229,7 @@ def test_bad_rates(folder, tmp_path, value, run_attnres, capsys):
     assert not (tmp_path / "out").exists()
 
 
+@pytest.mark.slow
 def test_other_optimizers_need_a_number(folder, tmp_path):
     with pytest.raises(ValueError, match="`optim: sgd` takes other steps than Adam. Give a number"):
         finetune(fields(folder, tmp_path / "out", optim="sgd"))

@@ -57,6 +57,7 @@ def test_runs_come_seed_by_seed_with_the_rates_that_were_chosen():
 SHIFTS = {"blocks": -0.1, "full": 0.1, "prenorm_double": -0.05}
 
 
+@pytest.mark.slow
 def test_the_table(tmp_path):
     """Of losses that are known: what is better, what is not, and what equal time makes of it."""
     noise = random.Random(0)

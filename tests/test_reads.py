@@ -318,6 +318,7 @@ def test_slices(fields, input_ids):
             torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fields", [{"attn_res_num_heads": 4}, {"attn_res_open_block": "each"}], ids=name_of)
 def test_what_crosses_between_stages_is_compiled(fields, input_ids):
     """As vLLM's stages do, in one graph."""
@@ -487,6 +488,7 @@ def test_adapters(fields, input_ids, tmp_path):
         torch.testing.assert_close(again(input_ids).logits, loaded(input_ids).logits, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_command_line(tmp_path, monkeypatch):
     """`attnres convert` with every option, and what it refuses before it works."""
     tiny_base_model("llama").save_pretrained(tmp_path / "base")
@@ -528,6 +530,7 @@ def test_command_line(tmp_path, monkeypatch):
     )
 
 
+@pytest.mark.slow
 def test_inspection_of_heads(tmp_path):
     from attnres.inspection.figures import draw
     from attnres.inspection.measure import measure, read_excerpt
@@ -782,6 +785,7 @@ def test_depth_metrics_of_several_data_sets(num_sets, tmp_path):
     assert {"eval_loss"} <= logged if num_sets == 1 else {f"eval_set{i}_loss" for i in range(num_sets)} <= logged
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("fields", [SOME[0], SOME[1], SOME[4], SOME[5], SOME[7]], ids=name_of)
 def test_training(fields, tmp_path):
     """Through the Trainer, with what it measures, logs and warns of: each kind of query and of weights."""

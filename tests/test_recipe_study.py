@@ -65,6 +65,7 @@ def test_starts_differ_in_the_queries_alone(monkeypatch, tmp_path):
     assert not all(lora[name].equal(other[name]) for name in lora)
 
 
+@pytest.mark.slow
 def test_report(runs, tmp_path):
     lines = [json.dumps(result) + "\n" for result in runs.values()]
     (tmp_path / "runs.jsonl").write_text("".join(lines))

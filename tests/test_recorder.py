@@ -39,7 +39,7 @@ def set_to(tensor: torch.Tensor):
 
 @pytest.mark.parametrize("family", ["qwen3", "starcoder2", "gemma"])
 @pytest.mark.parametrize("fields", [{}, *SOME], ids=name_of)
-@pytest.mark.one_in(3)
+@pytest.mark.one_in(8)
 def test_edits_are_those_of_the_definition(fields, family, input_ids):
     """In fp64: of outputs and of sources, one at a time and together."""
     base_model = tiny_base_model(family).double().eval()
@@ -271,6 +271,7 @@ def test_what_is_patched_in_stays_as_it_was(input_ids):
         torch.testing.assert_close(output, before[site], rtol=0, atol=0)
 
 
+@pytest.mark.slow
 def test_compiled(input_ids):
     model, recorder = tiny_model("llama"), adding(PLACES)
     with torch.no_grad():

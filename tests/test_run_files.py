@@ -201,6 +201,7 @@ def test_a_new_tokenizer(files, run_attnres, capsys):
     assert "There is no file or folder `nope.txt`" in capsys.readouterr().err
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("mask", [None, "of tokens", "of scores"])
 def test_embeddings_and_masks_of_scores(files, tmp_path, mask, capsys):
     """Tokens are counted for the lines of a run, and whatever a model takes can be trained on."""

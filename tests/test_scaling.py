@@ -221,6 +221,7 @@ def test_what_is_missing(folder, monkeypatch, run_attnres, capsys):
         run_ladder("ladder.yaml", "out")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("exponent", [0.0, 0.05])
 def test_what_a_fit_does_not_know(exponent, folder, monkeypatch):
     """An advantage where losses do not fall or rise, and a floor by two sizes."""
@@ -288,6 +289,7 @@ def test_every_arm_is_drawn(tmp_path, monkeypatch):
     assert len({(line.get_color(), line.get_marker(), str(line._dash_pattern)) for line in lines}) == len(arms)
 
 
+@pytest.mark.slow
 def test_ladders_that_are_shown(tmp_path):
     """That of the docs and our own, whose sizes are named by their parameters."""
     root = Path(__file__).parents[1]

@@ -54,9 +54,8 @@ def serve(folder, options):
     return Server(str(folder / "attnres"), "transformers", options, folder / "log")
 
 
-@pytest.mark.parametrize(
-    "options", [pytest.param(["--device", "cpu"], marks=pytest.mark.slow), BATCHED], ids=["by request", "batched"]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("options", [["--device", "cpu"], BATCHED], ids=["by request", "batched"])
 def test_answers_are_those_of_generate(folder, options):
     """Of many clients at once, some of which go away, and of OpenAI's own client."""
     model = str(folder / "attnres")

@@ -167,6 +167,7 @@ CLOSED = [
 ]
 
 
+@pytest.mark.one_in(3)
 @pytest.mark.parametrize("hidden_size, num_heads, num_sources, num_sites, dtype, kind", CLOSED, ids=str)
 def test_closed(hidden_size, num_heads, num_sources, num_sites, dtype, kind, random, small):
     queries = random(num_sites, hidden_size) / hidden_size**0.5

@@ -125,7 +125,7 @@ MORE_CASES = [
 ]
 
 
-@pytest.mark.one_in(4)
+@pytest.mark.one_in(6)
 @pytest.mark.parametrize(
     "kind, given, adapter, arguments",
     [*CASES, *(pytest.param(*case, marks=pytest.mark.slow) for case in MORE_CASES)],

@@ -269,6 +269,7 @@ def test_changed_in_place_between_two_passes_through_parts(inputs, num_closed):
         torch.autograd.grad(loss, [queries])
 
 
+@pytest.mark.one_in(3)
 def test_nothing_is_kept_behind_the_backward_pass(case, inputs, monkeypatch):
     """The mixes of a chunk, once computed again, go with it."""
     mixes, again = [], ReadClosed.mix_again

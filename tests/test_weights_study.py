@@ -101,6 +101,7 @@ def test_agreement():
     assert found["within"] == pytest.approx(1) and found["all"] < 0
 
 
+@pytest.mark.slow
 def test_report(tmp_path):
     noise, patterns = random.Random(0), ("newest", "embedding", "relative_entropy")
     for seed in range(3):
