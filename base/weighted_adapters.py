@@ -45,19 +45,24 @@ def with_queries(add_weighted_adapter: Callable) -> Callable:
         given = signature.bind(self, adapters, weights, adapter_name, *args, **kwargs)
         given.apply_defaults()
         combine = combination(given.arguments) if len(adapters) > 1 else combination({})
-        for stack, wrapper in wrappers.items():
-            stack.depth_queries = wrapper.original_module  # in which PEFT finds nothing to refuse
         try:
-            _add_updates(add_weighted_adapter, self, adapters, weights, adapter_name, *args, **kwargs)
-        finally:
             for stack, wrapper in wrappers.items():
-                stack.depth_queries = wrapper
-        config = self.peft_config[adapter_name]
-        others = [name for name in config.modules_to_save or () if not name.endswith(QUERIES)]
-        config.modules_to_save = [*others, QUERIES]
-        for wrapper in wrappers.values():
-            wrapper.update(adapter_name)
-            combine_queries(wrapper, adapters, weights, adapter_name, combine)
+                stack.depth_queries = wrapper.original_module  # in which PEFT finds nothing to refuse
+            try:
+                _add_updates(add_weighted_adapter, self, adapters, weights, adapter_name, *args, **kwargs)
+            finally:
+                for stack, wrapper in wrappers.items():
+                    stack.depth_queries = wrapper
+            config = self.peft_config[adapter_name]
+            others = [name for name in config.modules_to_save or () if not name.endswith(QUERIES)]
+            config.modules_to_save = [*others, QUERIES]
+            for wrapper in wrappers.values():
+                wrapper.update(adapter_name)
+                combine_queries(wrapper, adapters, weights, adapter_name, combine)
+        except Exception:
+            if adapter_name in self.peft_config:  # half an adapter, for which a second try would do nothing
+                self.delete_adapter(adapter_name)
+            raise
 
     return add
 

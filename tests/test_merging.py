@@ -276,6 +276,21 @@ def test_bad_arguments(arguments, message, input_ids):
     assert model.base_model.model.model.depth_queries is wrapper
 
 
+@pytest.mark.parametrize("adapters", [["a", "b"], ["queries", "queries2"]], ids="-".join)
+def test_half_an_adapter_is_taken_away(adapters, input_ids):
+    """PEFT finds this fault when it has begun. The next try is not taken for a name that is there already."""
+    model = two_adapters(queries=queries_config(), queries2=queries_config())
+    names, ties = {*model.state_dict()}, {"combination_type": "ties"}
+    with torch.no_grad():
+        expected = model(input_ids).logits
+        with pytest.raises(ValueError, match="[Dd]ensity"):
+            model.add_weighted_adapter(adapters, [1.0, 1.0], "new", **ties, density=-1.0)
+        assert torch.equal(model(input_ids).logits, expected)
+        assert {*model.state_dict()} == names and "new" not in model.peft_config
+        model.add_weighted_adapter(adapters, [1.0, 1.0], "new", **ties, density=0.5)
+        assert {*model.state_dict()} > names and "new" in model.peft_config
+
+
 def test_a_name_that_is_taken():
     """Nothing happens, as in PEFT."""
     model = two_adapters()
