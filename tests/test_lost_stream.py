@@ -8,6 +8,7 @@ import threading
 
 import pytest
 import torch
+from decoder_configs import decoder_config
 from rounding import UpToRounding
 from tiny_models import (
     FAMILIES,
@@ -279,3 +280,15 @@ def test_one_model_in_several_threads(input_ids):
     for thread in threads:
         thread.join()
     assert all(map(torch.equal, actual, expected))
+
+
+@pytest.mark.parametrize("model_type", ["biogpt", "opt", "xglm"])
+def test_layers_that_are_left_out_at_random(model_type, input_ids):
+    """Are refused in training alone: the reads behind them would be of other sources."""
+    config = AttnResConfig.from_base_config(decoder_config(model_type, layerdrop=0.5), block_size=2)
+    model = AttnResForCausalLM(config)
+    assert model.eval()(input_ids).logits.isfinite().all()
+    with pytest.raises(ValueError, match="LayerDrop, rate 0.5.*set `layerdrop` in the config to 0"):
+        model.train()(input_ids)
+    config.layerdrop = 0.0
+    assert AttnResForCausalLM(config).train()(input_ids).logits.isfinite().all()
