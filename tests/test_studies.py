@@ -408,6 +408,22 @@ def test_report_of_the_long_retrofit(tmp_path):
     assert (tmp_path / "curves.png").exists()
 
 
+def test_page_of_the_long_retrofit():
+    """What it prints of the seeds that have finished, and how many runs there are."""
+    page = (ROOT / "docs/results.md").read_text()
+    section = page.split("### Trained for 25 times as long")[1].split("\n## ")[0]
+    runs = runs_of("long_retrofit")
+    found = {(r["run"]["arm"], r["run"]["seed"]): r for r in runs}
+    for metric, label in retrofit.METRICS.items():
+        if (row := re.search(rf"^\| {label} \| (.*) \| (.*) \|$", section, re.MULTILINE)) is None:
+            assert metric == "quartz"
+            continue
+        for arm, cell in zip(("replaced", "kept"), row.groups()):
+            differences = [found[arm, seed][metric] - found["prenorm", seed][metric] for seed in range(2)]
+            assert cell == ", ".join(f"{difference:+.4f}" for difference in differences)
+    assert f"{len(runs)} of the 24 runs" in page
+
+
 def test_page_of_two_depths():
     """Every difference that the page and the README print is one of the table."""
     table = (STUDIES / "two_depths/table.md").read_text()
