@@ -59,7 +59,7 @@ def with_queries(add_weighted_adapter: Callable) -> Callable:
             for wrapper in wrappers.values():
                 wrapper.update(adapter_name)
                 combine_queries(wrapper, adapters, weights, adapter_name, combine)
-        except Exception:
+        except BaseException:  # an interrupt as well
             if adapter_name in self.peft_config:  # half an adapter, for which a second try would do nothing
                 self.delete_adapter(adapter_name)
             raise

@@ -295,7 +295,6 @@ def test_reads_of_a_stream(backend, of_embedding, sums):
 
 @pytest.mark.slow
 @needs_triton
-@pytest.mark.one_in(6)
 @pytest.mark.parametrize("backend", ["triton"], indirect=True)
 @pytest.mark.parametrize("block_size", [1, 3])
 @pytest.mark.parametrize(

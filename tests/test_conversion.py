@@ -240,7 +240,6 @@ def test_blocks_are_those_that_were_asked_for(base, tmp_path):
     assert report.block_size == 3
 
 
-@pytest.mark.slow
 def test_trained_queries_are_not_lost(base, tmp_path):
     convert(base, tmp_path / "attnres", block_size=3, verify=False)
     model = randomize_queries(AutoModelForCausalLM.from_pretrained(tmp_path / "attnres"))

@@ -246,7 +246,6 @@ def test_weights_and_recorders():
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
 @pytest.mark.parametrize("is_trained", [False, True], ids=["inference", "gradients"])
 def test_compiled_as_one_graph(is_trained):
     model, _, inputs = random_model(*T5)

@@ -383,7 +383,7 @@ FOREIGN = {
 }
 
 
-@pytest.mark.slow
+@pytest.mark.one_in(7)
 @pytest.mark.parametrize("name, content", [(name, content) for name in FOREIGN for content in FOREIGN[name]])
 def test_foreign_files_are_kept(quick_eval, tmp_path, caplog, capsys, run_attnres, name, content):
     out = tmp_path / "out"

@@ -15,6 +15,7 @@ from test_reads import SOME, converted, name_of, randomize
 from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from transformers import AutoModelForCausalLM
 
+from attnres.base import weighted_adapters
 from attnres.depth.other_reads import PerSampleStream
 from attnres.training import lora_config, queries_config
 
@@ -276,19 +277,42 @@ def test_bad_arguments(arguments, message, input_ids):
     assert model.base_model.model.model.depth_queries is wrapper
 
 
-@pytest.mark.parametrize("adapters", [["a", "b"], ["queries", "queries2"]], ids="-".join)
-def test_half_an_adapter_is_taken_away(adapters, input_ids):
-    """PEFT finds this fault when it has begun. The next try is not taken for a name that is there already."""
-    model = two_adapters(queries=queries_config(), queries2=queries_config())
-    names, ties = {*model.state_dict()}, {"combination_type": "ties"}
-    with torch.no_grad():
+BELOW_ZERO = {"combination_type": "ties", "density": -1.0}
+
+
+@pytest.mark.parametrize("is_training", [False, True])
+@pytest.mark.parametrize(
+    "adapters, weights, options, error",
+    [
+        (["a", "b"], [1.0, 1.0], BELOW_ZERO, ValueError),
+        (["queries", "queries2"], [1.0, 1.0], BELOW_ZERO, ValueError),
+        (["a", "queries"], [1.0, 1.0], BELOW_ZERO, ValueError),
+        (["a", "b"], [1.0, 1.0], {"combination_type": "svd", "svd_driver": "none"}, RuntimeError),
+        (["a", "b"], ["1", 1.0], {"combination_type": "linear"}, TypeError),
+        (["a", "b"], [1.0, 1.0], {"combination_type": "linear"}, KeyboardInterrupt),
+    ],
+    ids=["density", "of queries", "of one kind each", "driver", "weights", "interrupt"],
+)
+def test_half_an_adapter_is_taken_away(adapters, weights, options, error, is_training, input_ids, monkeypatch):
+    """These faults are found when PEFT has begun. The next try is not taken for a name that is there already."""
+
+    def interrupted(*args):
+        raise KeyboardInterrupt
+
+    model = two_adapters(queries=queries_config(), queries2=queries_config()).train(is_training)
+    model.set_adapter("b")
+    state = {*model.state_dict()}, {name: p.requires_grad for name, p in model.named_parameters()}
+    with torch.no_grad(), monkeypatch.context() as patch:
         expected = model(input_ids).logits
-        with pytest.raises(ValueError, match="[Dd]ensity"):
-            model.add_weighted_adapter(adapters, [1.0, 1.0], "new", **ties, density=-1.0)
+        if error is KeyboardInterrupt:
+            patch.setattr(weighted_adapters, "combine_queries", interrupted)
+        with pytest.raises(error):
+            model.add_weighted_adapter(adapters, weights, "new", **options)
         assert torch.equal(model(input_ids).logits, expected)
-        assert {*model.state_dict()} == names and "new" not in model.peft_config
-        model.add_weighted_adapter(adapters, [1.0, 1.0], "new", **ties, density=0.5)
-        assert {*model.state_dict()} > names and "new" in model.peft_config
+    assert state == ({*model.state_dict()}, {name: p.requires_grad for name, p in model.named_parameters()})
+    assert "new" not in model.peft_config and model.active_adapter == "b" and model.training == is_training
+    model.add_weighted_adapter(adapters, [1.0, 1.0], "new", combination_type="ties", density=0.5)
+    assert {*model.state_dict()} > state[0] and "new" in model.peft_config
 
 
 def test_a_name_that_is_taken():

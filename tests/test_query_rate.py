@@ -149,8 +149,7 @@ def make_trainer(folder, tmp_path, data, **kwargs):
 
 
 @pytest.mark.slow
-@pytest.mark.one_in(2)
-@pytest.mark.parametrize("rows", mostly_slow([40, 1], every=2))
+@pytest.mark.parametrize("rows", [40, 1])
 @pytest.mark.parametrize("streamed", [False, True])
 def test_any_amount_of_data_serves(folder, tmp_path, rows, streamed):
     """Streams, too, and what is measured does not depend on the state of the random numbers."""

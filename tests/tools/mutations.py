@@ -2,7 +2,7 @@
 # ruff: noqa: E501 - code as it stands in the files
 """Break the core in many ways, one at a time, and see that a test fails each time.
 
-    python tests/tools/mutations.py [NUMBER ...]    # all of them take about half an hour on one core
+    python tests/tools/mutations.py [NUMBER ...]    # all of them, or some: about a minute each
 
 Each is made in a copy of the package, which stands in front of the installed one. Not a test itself: it runs tests.
 """
@@ -25,7 +25,7 @@ ENCODER_DECODERS = ("tests/test_encoder_decoders.py",)
 HUB_KERNELS = ("tests/test_hub_kernels.py",)
 GRADIENTS = ("tests/test_gradients.py",)
 PRETRAINING = ("tests/test_pretrain.py",)
-# Where the fast tests have not failed, the slow ones of the files are run. Of these files only some, as `pytest -k` has it
+# Slow tests run where the fast ones have not failed: all of a file, or those that `pytest -k` chooses here
 SLOW = {
     "tests/test_pretrain.py": "tensor_parallelism or stages",
     "tests/test_parallel.py": "every_family or files_of_a_run or two_processes",
