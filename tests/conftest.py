@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """Settings that hold for every test, before transformers is imported."""
 
+import gc
 import logging
 import os
 import random
@@ -42,6 +43,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure():
+    gc.unfreeze()  # or nanobind reports what it still finds at the end as leaked
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
 
 
@@ -97,6 +99,12 @@ def pytest_collection_modifyitems(config, items):
             cases[item.function] += 1
             if number % marker.args[0]:
                 item.add_marker("slow")
+
+
+def pytest_collection_finish():
+    """What was imported stays, so the collector need not look through it at each of its rounds: a quarter of the time."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.hookimpl(wrapper=True)
