@@ -102,7 +102,7 @@ def pytest_collection_modifyitems(config, items):
 
 
 def pytest_collection_finish():
-    """What was imported stays, so the collector need not look through it at each of its rounds: a quarter of the time."""
+    """Imports stay, so the collector need not look through them at each of its rounds: a quarter of the time."""
     gc.collect()
     gc.freeze()
 
