@@ -427,10 +427,12 @@ def test_page_of_the_long_retrofit():
                 assert mean in found or not np.ptp(of[arm] - baseline)
     page = (ROOT / "docs/results.md").read_text()
     section = page.split("### Trained for 25 times as long")[1].split("\n## ")[0]
-    printed = re.findall(r"([+-]\d\.\d{4})\**\)? \(([+-]\d\.\d{4}) to ([+-]\d\.\d{4})\)", section)
-    assert len(printed) >= 12
-    for mean, low, high in printed:
-        assert f"{mean} [{low}, {high}]" in table
+    printed = re.findall(
+        r"([+-]\d\.\d{4})\** \(([+-]\d\.\d{4}) to ([+-]\d\.\d{4})\)(?:, worse)? \| (\d\.\d{3}) \|", section
+    )
+    assert len(printed) == 12
+    for mean, low, high, p in printed:
+        assert re.search(re.escape(f"{mean} [{low}, {high}]") + rf"\** \| {p} \|", table)
 
 
 def test_page_of_two_depths():
