@@ -37,7 +37,7 @@ READ ?=
 OPTIONS ?=
 # What their runs have left lies in the folders of studies/; each script says how they are made
 STUDIES := small_model.study reads.study weights.study retrofit.study recipe.study two_depths.study two_depths.equal_time \
-	two_depths.warmup kept_stream.retrofit kept_stream.ladder long_retrofit.study
+	two_depths.warmup kept_stream.study kept_stream.retrofit kept_stream.ladder long_retrofit.study
 # As transformers' own tests are run, and without the settings of ours
 SUITE := HF_HUB_OFFLINE=1 TOKENIZERS_PARALLELISM=false DISABLE_SAFETENSORS_CONVERSION=true OMP_NUM_THREADS=1 \
 	RUN_SLOW=$(RUN_SLOW) BASE=$(BASE) BLOCK_SIZE=$(BLOCK_SIZE) READ="$(READ)"

@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -34,7 +35,7 @@ from studies.two_depths import study as two_depths
 ROOT = Path(__file__).parents[1]
 STUDIES = ROOT / "studies"
 QUANTILE = {2: 4.302653, 4: 2.776445}  # of Student's t, 0.975, by degrees of freedom
-REPORTS = ("small_model", "reads", "weights", "retrofit", "long_retrofit", "recipe", "two_depths")
+REPORTS = ("small_model", "reads", "weights", "retrofit", "long_retrofit", "recipe", "two_depths", "kept_stream")
 
 
 def runs_of(study: str, name: str = "runs") -> list[dict]:
@@ -286,10 +287,10 @@ def test_which_sweeps_would_continue():
     assert further == {("deep", "prenorm"), ("deep", "full"), *(("wide", arm) for arm in two_depths.ARMS)}
 
 
-def deep_losses(*names: str) -> dict:
+def deep_losses(*names: str, kept: Sequence[dict] = ()) -> dict:
     """By arm, steps and rate, of each seed the losses that choose and judge, with 24 layers of 48."""
     found = defaultdict(dict)
-    for result in itertools.chain(*(runs_of("two_depths", name) for name in names)):
+    for result in itertools.chain(*(runs_of("two_depths", name) for name in names), kept):
         run = result["run"]
         if run["depth"] == "deep":
             losses = result["tuning_loss"], result["judging_loss"]
@@ -384,6 +385,25 @@ def test_report_of_a_part(tmp_path):
         mean = in_words(of_kept - at_best_rate(found, other, 600), 3)
         row = rf"\| 6 blocks, kept \| {label} \| equal tokens \| .* \| {re.escape(mean)} \|"
         assert re.search(row, text.replace("*", ""))
+
+
+def test_page_of_the_kept_stream():
+    """From scratch: what the page prints is computed from the runs, at the best rate of each arm."""
+    found = deep_losses("runs", "further_rates", kept=runs_of("kept_stream"))
+    table = (STUDIES / "kept_stream/table.md").read_text().replace("*", "")
+    page = (ROOT / "docs/results.md").read_text()
+    section = page.split("### With a stream that is kept, from scratch")[1].split("\n## ")[0]
+    for arm in ("kept", "kept_full"):
+        losses, cells = at_best_rate(found, arm, 600), []
+        for other in ("prenorm", kept_stream.PAPERS_READ[arm]):
+            mean = in_words(losses - at_best_rate(found, other, 600), 3)
+            row = f"| {kept_stream.LABELS[arm]} | {kept_stream.LABELS[other]} | equal tokens | "
+            (line,) = (line for line in table.splitlines() if row in line)
+            assert mean in line and line.endswith(" | 1.000 |")
+            cells.append(mean.replace("[", "(").replace(", ", " to ").replace("]", ")"))
+        loss = f"{losses.mean():.3f} ({losses.std(ddof=1):.3f})"
+        row = re.escape(" | ".join([loss, *cells]))
+        assert re.search(rf"\| {kept_stream.LABELS[arm]} \| [^|]+ \| {row} \|", section)
 
 
 def test_report_of_the_long_retrofit(tmp_path):
