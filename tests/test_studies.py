@@ -298,10 +298,13 @@ def deep_losses(*names: str, kept: Sequence[dict] = ()) -> dict:
     return found
 
 
-def at_best_rate(found: dict, arm: str, steps: int) -> np.ndarray:
+def best_of(found: dict, arm: str, steps: int) -> tuple[str, int, float]:
     rates = [key for key in found if key[:2] == (arm, steps)]
-    best = min(rates, key=lambda key: np.mean([found[key][seed][0] for seed in range(3)]))
-    return np.array([found[best][seed][1] for seed in range(5)])
+    return min(rates, key=lambda key: np.mean([found[key][seed][0] for seed in range(3)]))
+
+
+def at_best_rate(found: dict, arm: str, steps: int) -> np.ndarray:
+    return np.array([found[best_of(found, arm, steps)][seed][1] for seed in range(5)])
 
 
 def test_equal_time_of_two_depths():
@@ -403,7 +406,13 @@ def test_page_of_the_kept_stream():
             cells.append(mean.replace("[", "(").replace(", ", " to ").replace("]", ")"))
         loss = f"{losses.mean():.3f} ({losses.std(ddof=1):.3f})"
         row = re.escape(" | ".join([loss, *cells]))
-        assert re.search(rf"\| {kept_stream.LABELS[arm]} \| [^|]+ \| {row} \|", section)
+        (rate,) = re.findall(rf"\| {kept_stream.LABELS[arm]} \| (\S+) \| {row} \|", section)
+        assert float(rate) == best_of(found, arm, 600)[2]
+        if arm == "kept":
+            assert f"| minus PreNorm {cells[0]}, minus the paper's read {cells[1]}, not significant |" in page
+    baseline = at_best_rate(found, "prenorm", 600)
+    assert f"its loss is {baseline.mean():.3f} ({baseline.std(ddof=1):.3f})" in section
+    assert (at_best_rate(found, "kept", 600) > at_best_rate(found, "blocks", 600)).all()
 
 
 def test_report_of_the_long_retrofit(tmp_path):
