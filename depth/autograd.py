@@ -7,6 +7,8 @@ per token; everything else is computed again.
 
 Inside, a source is `[tokens, heads, width]`, where `heads * width` is the hidden size and the paper's read has one
 head. Keys are `sqrt(hidden) * v / |v|`, with the epsilon in the L2 norm; the root is in the queries that are given.
+Weights of several sources have these in the first dimension: a softmax over a few numbers that are next to each other
+is ten times as slow.
 """
 
 import sys
@@ -152,7 +154,7 @@ def read_closed(values: torch.Tensor, scores: torch.Tensor, weights: str):
 
     Args:
         values: `[heads, tokens, sources, width]`.
-        scores: `[heads, sources, tokens, sites]`.
+        scores: `[sources, heads, tokens, sites]`.
         weights: `softmax`, `softmax1` or `sigmoid`.
 
     Returns:
@@ -167,29 +169,31 @@ def mixed_closed(of_closed: torch.Tensor, values: torch.Tensor, weights: str) ->
     if values.shape[2] == 1 and weights == "softmax":  # over one source: it is 1
         return values.expand(-1, -1, of_closed.shape[-1], -1)
     with exactly(values):
-        return torch.matmul(of_closed.permute(0, 2, 3, 1), values)
+        return torch.matmul(of_closed.permute(1, 2, 3, 0), values)
 
 
 def weights_of_closed(scores: torch.Tensor, weights: str) -> tuple[torch.Tensor, torch.Tensor | None]:
     if weights == "sigmoid":
         return scores.sigmoid(), None
-    of_closed, state = torch.softmax(scores, dim=1), torch.logsumexp(scores, dim=1)
+    of_closed, state = torch.softmax(scores, dim=0), torch.logsumexp(scores, dim=0)
     if weights == "softmax1":  # a score of zero more
-        of_closed = of_closed * state.sigmoid().unsqueeze(1)
+        of_closed = of_closed * state.sigmoid()
         state = torch.logaddexp(state, torch.zeros_like(state))
     return of_closed, state
 
 
 def closed_scores(queries: torch.Tensor, values: torch.Tensor, l2_norms: torch.Tensor) -> torch.Tensor:
-    """Scores `[heads, sources, tokens, sites]`, of arguments as of `ReadClosed`.
-
-    A softmax over a few sources is ten times as fast where these are not next to each other.
-    """
+    """Scores `[sources, heads, tokens, sites]`, of arguments as of `ReadClosed`."""
     num_heads, num_tokens, num_sources, width = values.shape
     with exactly(values):
         products = torch.matmul(values.reshape(num_heads, -1, width), queries_by_head(queries, num_heads).mT)
-    products = products.view(num_heads, num_tokens, num_sources, len(queries)).transpose(1, 2).contiguous()
-    return products / l2_norms.T.unsqueeze(-1)
+    products = products.view(num_heads, num_tokens, num_sources, len(queries)).permute(2, 0, 1, 3).contiguous()
+    return products / by_source(l2_norms)
+
+
+def by_source(numbers: torch.Tensor) -> torch.Tensor:
+    """`[tokens, sources]` as `[sources, 1, tokens, 1]`."""
+    return numbers.T[:, None, :, None]
 
 
 def by_site(mixes: torch.Tensor, state: torch.Tensor | None):
@@ -245,7 +249,7 @@ class ReadClosed(torch.autograd.Function):
         if ctx.tensors_again is None:
             queries, scores, l2_norms, *sources = unpacked(ctx)
             of_closed, state = weights_of_closed(scores, ctx.weights)
-            ctx.tensors_again = queries, scores, l2_norms, side_by_side(sources, len(scores)), of_closed, state
+            ctx.tensors_again = queries, scores, l2_norms, side_by_side(sources, scores.shape[1]), of_closed, state
         unpacked(ctx)
         return ctx.tensors_again
 
@@ -270,24 +274,24 @@ class ReadClosed(torch.autograd.Function):
         grad_queries = grad_values = None
         with exactly(values):
             # Of the weights, as yet
-            of_scores = torch.matmul(of_mixes, values.mT).permute(0, 3, 1, 2).contiguous()
+            of_scores = torch.matmul(values, of_mixes.mT).permute(2, 0, 1, 3).contiguous()
             if state is None:
                 of_scores = torch.ops.aten.sigmoid_backward(of_scores, of_closed)
             else:
-                of_scores.sub_((of_closed * of_scores).sum(1, keepdim=True))
+                of_scores.sub_((of_closed * of_scores).sum(0))
                 if any(grad is not None for grad in grads[ctx.num_sites :]):
                     of_state = stacked_grads(grads[ctx.num_sites :], state.transpose(0, 1)).transpose(0, 1)
-                    of_scores.add_(of_state.unsqueeze(1))
+                    of_scores.add_(of_state)
                 of_scores.mul_(of_closed)
-            to_query = of_scores / l2_norms.T.unsqueeze(-1)
-            flat = to_query.transpose(1, 2).reshape(num_heads, num_tokens * num_sources, ctx.num_sites)
+            to_query = of_scores / by_source(l2_norms)
+            flat = to_query.permute(1, 2, 0, 3).reshape(num_heads, num_tokens * num_sources, ctx.num_sites)
             if ctx.needs_input_grad[0]:
                 grad_queries = torch.bmm(flat.mT, values.reshape(num_heads, -1, width))
                 grad_queries = grad_queries.transpose(0, 1).reshape(queries.shape)
             if ctx.needs_input_grad[1]:
-                grad_values = torch.matmul(of_closed.transpose(1, 2), of_mixes)
+                grad_values = torch.matmul(of_closed.permute(1, 2, 0, 3), of_mixes)
                 grad_values.view(num_heads, -1, width).baddbmm_(flat, queries_by_head(queries, num_heads))
-                through_norm = to_query.mul_(scores).sum((0, 3)).T / l2_norms
+                through_norm = to_query.mul_(scores).sum((1, 3)).T / l2_norms
                 grad_values.addcmul_(through_norm.unsqueeze(-1), values, value=-1)
         return grad_queries, grad_values, None, None, *(None for _ in range(num_sources))
 
@@ -334,19 +338,19 @@ def merged(how: Merge, mix, state, scores: Sequence[torch.Tensor], values: Seque
 
 
 def weights_of_all(how: Merge, has_mix: bool, state, scores: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """The weights `[tokens, heads, sources]` of the local sources, with that of the closed ones in front.
+    """The weights `[sources, tokens, heads]` of the local sources, with that of the closed ones in front.
 
     There is none of these where it is one, as for a sigmoid, or one less that of a single local source.
     """
     if not scores:
         return None
     if how.weights == "sigmoid":
-        return torch.stack(list(scores), dim=-1).sigmoid()
+        return torch.stack(list(scores)).sigmoid()
     if has_mix and len(scores) == 1:
-        return (scores[0] - state).sigmoid().unsqueeze(-1)
+        return (scores[0] - state).sigmoid().unsqueeze(0)
     null = [torch.zeros_like(scores[0])] if how.weights == "softmax1" and not has_mix else []
-    weights = torch.softmax(torch.stack([*([state] if has_mix else null), *scores], dim=-1), dim=-1)
-    return weights[..., len(null) :]
+    weights = torch.softmax(torch.stack([*([state] if has_mix else null), *scores]), dim=0)
+    return weights[len(null) :]
 
 
 def mixed(how: Merge, mix, weights, values: Sequence[torch.Tensor], closed_sum=None) -> torch.Tensor:
@@ -354,7 +358,7 @@ def mixed(how: Merge, mix, weights, values: Sequence[torch.Tensor], closed_sum=N
     if not values:
         return mix if closed_sum is None else mix + closed_sum
     if mix is not None and len(values) == 1 and how.weights != "sigmoid":
-        total = torch.lerp(mix, values[0], weights)
+        total = torch.lerp(mix, values[0], weights[0].unsqueeze(-1))
         return total.add_(values[0]).add_(closed_sum) if how.keeps_stream else total
     of_closed, of_source = weights_by_source(how, mix is not None, weights)
     if mix is None:
@@ -373,10 +377,10 @@ def mixed(how: Merge, mix, weights, values: Sequence[torch.Tensor], closed_sum=N
 def weights_by_source(how: Merge, has_mix: bool, weights: torch.Tensor):
     """By what the mix of the closed sources is multiplied, and each local source: `[tokens, heads, 1]`."""
     has_closed = has_mix and how.weights != "sigmoid"
-    of_closed = weights[..., :1] if has_closed else None
-    of_local = weights[..., 1:] if has_closed else weights
+    of_closed = weights[0].unsqueeze(-1) if has_closed else None
+    of_local = weights[1:] if has_closed else weights
     of_local = of_local + 1 if how.keeps_stream else of_local
-    return of_closed, list(of_local.unsqueeze(-2).unbind(-1))
+    return of_closed, list(of_local.unsqueeze(-1).unbind(0))
 
 
 def merge_backward(how: Merge, grad, mix, weights, values, needs_mix: bool, needs_values: Sequence[bool]):
@@ -384,25 +388,26 @@ def merge_backward(how: Merge, grad, mix, weights, values, needs_mix: bool, need
     if not values:
         return grad, None, [], []
     if how.weights != "sigmoid" and mix is not None and len(values) == 1:
-        grad_score = torch.ops.aten.sigmoid_backward(dot(values[0] - mix, grad), weights)
-        grad_value = weights * grad
+        weight = weights[0].unsqueeze(-1)
+        grad_score = torch.ops.aten.sigmoid_backward(dot(values[0] - mix, grad), weight)
+        grad_value = weight * grad
         grad_mix = grad - grad_value if needs_mix else None
         grad_value = grad_value.add_(grad) if how.keeps_stream else grad_value
         grad_score = grad_score.squeeze(-1)
         return grad_mix, -grad_score, [grad_score], [grad_value]
     has_closed = mix is not None and how.weights != "sigmoid"
-    of_weights = torch.cat([dot(value, grad) for value in ([mix, *values] if has_closed else values)], dim=-1)
+    of_weights = torch.stack([dot(value, grad).squeeze(-1) for value in ([mix, *values] if has_closed else values)])
     if how.weights == "sigmoid":
         of_scores = torch.ops.aten.sigmoid_backward(of_weights, weights)
     else:
         weighted = of_weights * weights
-        of_scores = torch.addcmul(weighted, weights, weighted.sum(-1, keepdim=True), value=-1)
-    columns, (closed, of_source) = list(of_scores.unbind(-1)), weights_by_source(how, mix is not None, weights)
+        of_scores = torch.addcmul(weighted, weights, weighted.sum(0), value=-1)
+    of_each, (closed, of_source) = list(of_scores.unbind(0)), weights_by_source(how, mix is not None, weights)
     grad_mix, grad_state = (grad if needs_mix else None), None
     if has_closed:
-        grad_state = columns.pop(0)
+        grad_state = of_each.pop(0)
         grad_mix = closed * grad if needs_mix else None
-    return grad_mix, grad_state, columns, [w * grad if need else None for w, need in zip(of_source, needs_values)]
+    return grad_mix, grad_state, of_each, [w * grad if need else None for w, need in zip(of_source, needs_values)]
 
 
 class MergeOpen(torch.autograd.Function):

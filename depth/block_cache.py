@@ -278,14 +278,14 @@ class BlockCache:
             self.state = [None] * (end - first) if states is None else states
             return
         values, scores = self.values[:, : self.num_closed], self.scores[:, : self.num_closed, first:end]
-        scores = scores.transpose(0, 1).contiguous().unsqueeze(0)
+        scores = scores.transpose(0, 1).contiguous().unsqueeze(1)
         weights, state = weights_of_closed(scores, self.read_config.weights)
         self.state = [None] * (end - first) if state is None else state.squeeze(0).unsqueeze(-1).unbind(1)
         if self.num_closed == 1 and self.read_config.weights == "softmax":  # over one source: it is 1
             self.mix = values.squeeze(1).unsqueeze(0).expand(end - first, -1, -1)
         else:
             out = self.mixes[:, : end - first]
-            self.mix = torch.bmm(weights.squeeze(0).permute(1, 2, 0), values, out=out).unbind(1)
+            self.mix = torch.bmm(weights.squeeze(1).permute(1, 2, 0), values, out=out).unbind(1)
 
     def _read_by(self, query: torch.Tensor, how: Merge, open_sources: Sequence[torch.Tensor]) -> torch.Tensor:
         """The mix by a query of each token, `[batch, seq, hidden]`."""
@@ -294,7 +294,7 @@ class BlockCache:
         queries = by_head(query * self.shape[-1] ** 0.5, num_heads)
         closed, l2_norms = self.values[:, : self.num_closed], self.l2_norms[:, : self.num_closed]
         products = torch.bmm(closed, queries.view(num_rows, width, 1)).view(-1, num_heads, self.num_closed)
-        scores = (products / l2_norms.unsqueeze(1)).view(num_rows, self.num_closed).T[None, ..., None]
+        scores = (products / l2_norms.unsqueeze(1)).view(num_rows, self.num_closed).T[:, None, :, None]
         mix, state = read_closed(closed.unsqueeze(0), scores, self.read_config.weights)
         state = None if state is None else state.view(-1, num_heads)
         scores = [dot(queries, value).squeeze(-1) / key_l2_norm(value.flatten(1), self.eps_norm) for value in values]
