@@ -304,7 +304,7 @@ class AttnResStack(AttnResPreTrainedModel):
         """Give the first layer a stream that starts with the embedding; the others have been given one."""
         stream, entry_site = args[0] if args else kwargs["hidden_states"], layer.depth_sites[0]
         if isinstance(stream, torch.Tensor):
-            of_model, recorder, handed_on = getattr(FORWARD_CONTEXT, "value", None) or (None, None, None)
+            of_model, recorder, handed_on = FORWARD_CONTEXT.value or (None, None, None)
             if of_model is not self:
                 recorder = handed_on = None
             if handed_on is not None:

@@ -19,11 +19,25 @@ from ..depth.recorder import DepthRecorder
 from ..depth.stream import DepthStream, checkpoint_stream
 
 
-# What the forward pass of this thread passes to its first layer around the base's code, which may not pass keywords
-# on: `value` is `(model, recorder, stream)`. On the way back, `slice_output` is what left the last layer of a slice.
-# Not a context variable, because compilers do not support them
-# `recorders` has what an encoder-decoder passes to its stacks, pairs of a stack and a recorder or `None`
-FORWARD_CONTEXT = threading.local()
+class ForwardContext(threading.local):
+    """What the forward pass of this thread passes around the base's code, which may not pass keywords on.
+
+    Not a context variable, because compilers do not support them. Everything has a value from the start: compiled
+    code is guarded by whether there is an attribute, and would be compiled again for the second call.
+
+    Attributes:
+        value: `(model, recorder, stream)`, for the first layer.
+        slice_output: on the way back, what left the last layer of a slice.
+        recorders: what an encoder-decoder passes to its stacks, pairs of a stack and a recorder or `None`.
+    """
+
+    def __init__(self):
+        self.value: tuple | None = None
+        self.slice_output: DepthStream | None = None
+        self.recorders: list[tuple] | None = None
+
+
+FORWARD_CONTEXT = ForwardContext()
 
 
 def kv_cache_among(args: tuple, kwargs: dict) -> Cache | None:
@@ -67,12 +81,12 @@ def with_depth_attentions(base_forward: Callable) -> Callable:
 
     @functools.wraps(base_forward)  # Trainer and `generate` look at the names of the arguments
     def forward(self, *args, output_depth_attentions: bool | None = None, depth_recorder: Any = None, **kwargs):
-        outer = getattr(FORWARD_CONTEXT, "value", None)
+        outer = FORWARD_CONTEXT.value
         if outer is not None and outer[0] is self.trunk:  # called by the model with a head, which has done all of this
             return base_forward(self, *args, **kwargs)
         if self.training:
             refuse_layerdrop(self)
-        for stack, of_stack in getattr(FORWARD_CONTEXT, "recorders", None) or ():
+        for stack, of_stack in FORWARD_CONTEXT.recorders or ():
             if stack is self:  # called by an encoder-decoder, which returns the weights
                 output_depth_attentions, depth_recorder = False, of_stack
         if output_depth_attentions is None:
@@ -118,7 +132,7 @@ def with_depth_attentions_of_stacks(base_forward: Callable) -> Callable:
         decoder_depth_recorder=None,
         **kwargs,
     ):
-        stacks, outer = self.stacks, getattr(FORWARD_CONTEXT, "recorders", None)
+        stacks, outer = self.stacks, FORWARD_CONTEXT.recorders
         if outer is not None and outer[0][0] is stacks[0]:  # the model with a head has done all of this
             return base_forward(self, *args, **kwargs)
         if kwargs.pop("depth_recorder", None) is not None:
@@ -162,12 +176,12 @@ def checkpoint_of_layers(checkpoint: Callable) -> Callable:
     """
 
     def checkpoint_in_pass(function: Callable, *args):
-        value = getattr(FORWARD_CONTEXT, "value", None)
+        value = FORWARD_CONTEXT.value
         if value is None or value[1] is None:
             return checkpoint(function, *args)
 
         def run(*args):
-            outer = getattr(FORWARD_CONTEXT, "value", None)
+            outer = FORWARD_CONTEXT.value
             FORWARD_CONTEXT.value = value
             try:
                 return function(*args)

@@ -6,6 +6,7 @@ import copy
 import itertools
 import os
 import tempfile
+import threading
 from pathlib import Path
 
 import pytest
@@ -14,6 +15,7 @@ import torch.distributed as dist
 from rounding import UpToRounding, all_in_fp64, check_beside, wide
 from safetensors.torch import load_file
 from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
+from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
@@ -51,6 +53,25 @@ def test_compiled_training_step(family, input_ids):
     torch._dynamo.reset()
     model.compile(fullgraph=True, backend="aot_eager")
     expected.check(loss_and_grads(model, input_ids))
+
+
+def test_second_step_compiles_nothing():
+    """In a new thread, as what the first forward pass leaves behind in its thread must not count as a change."""
+    input_ids, counts = torch.randint(0, 97, (2, 5)), []
+
+    def train():
+        counter = CompileCounter()
+        model = convert(tiny_base_model("llama", num_hidden_layers=2), 3).train()
+        compiled = torch.compile(model, fullgraph=True, backend=counter)
+        for _ in range(3):
+            loss_and_grads(compiled, input_ids)
+            counts.append(counter.frame_count)
+
+    torch._dynamo.reset()
+    thread = threading.Thread(target=train)
+    thread.start()
+    thread.join()
+    assert counts == [1, 1, 1]
 
 
 def test_gradient_checkpointing_from_the_config(input_ids):
