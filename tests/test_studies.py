@@ -299,7 +299,7 @@ def deep_losses(*names: str, kept: Sequence[dict] = ()) -> dict:
 
 
 def best_of(found: dict, arm: str, steps: int) -> tuple[str, int, float]:
-    rates = [key for key in found if key[:2] == (arm, steps)]
+    rates = [key for key in found if key[:2] == (arm, steps) and found[key].keys() >= {0, 1, 2}]
     return min(rates, key=lambda key: np.mean([found[key][seed][0] for seed in range(3)]))
 
 
@@ -307,18 +307,24 @@ def at_best_rate(found: dict, arm: str, steps: int) -> np.ndarray:
     return np.array([found[best_of(found, arm, steps)][seed][1] for seed in range(5)])
 
 
-def test_equal_time_of_two_depths():
-    """PreNorm between the two numbers of steps around the time of 6 blocks, in the table and on the page."""
-    found = deep_losses("runs", "further_rates", "equal_time_runs")
-    ratio = json.loads((STUDIES / "two_depths/equal_time_speed.json").read_text())["eager"]["deep"]["blocks"]
-    steps, lengths = 600 * ratio["ratio_quartiles"][1], (600, 757, 825)
-    high = next(length for length in lengths if length > steps)
+def prenorm_after(found: dict, steps: float) -> np.ndarray:
+    """Losses of PreNorm with 24 layers after so many steps: between two lengths that were run, or after the longest."""
+    lengths = (600, 695, 757, 825)
+    high = next((length for length in lengths if length > steps), lengths[-1])
     low = lengths[lengths.index(high) - 1]
     short, long = (at_best_rate(found, "prenorm", length) for length in (low, high))
-    equal_time = short + math.log(steps / low) / math.log(high / low) * (long - short)
+    return short + math.log(min(steps, high) / low) / math.log(high / low) * (long - short)
+
+
+@pytest.mark.parametrize("mode", ["eager", "compiled"])
+def test_equal_time_of_two_depths(mode):
+    """PreNorm between the two numbers of steps around the time of 6 blocks, in the table and on the page."""
+    found = deep_losses("runs", "further_rates", "equal_time_runs")
+    ratio = json.loads((STUDIES / "two_depths/equal_time_speed.json").read_text())[mode]["deep"]["blocks"]
+    equal_time = prenorm_after(found, 600 * ratio["ratio_quartiles"][1])
     difference = at_best_rate(deep_losses("runs"), "blocks", 600) - equal_time
     rows = [line.split(" | ") for line in (STUDIES / "two_depths/equal_time.md").read_text().splitlines()]
-    (row,) = (row for row in rows if row[:3] == ["| 24 layers of 48", "6 blocks", "eager"])
+    (row,) = (row for row in rows if row[:3] == ["| 24 layers of 48", "6 blocks", mode])
     assert row[4] == ", ".join(f"{d:+.3f}" for d in difference)
     assert row[5].strip("*") == in_words(difference, 3)
     mean, interval = in_words(difference, 3).split(" ", 1)
@@ -392,27 +398,40 @@ def test_report_of_a_part(tmp_path):
 
 def test_page_of_the_kept_stream():
     """From scratch: what the page prints is computed from the runs, at the best rate of each arm."""
-    found = deep_losses("runs", "further_rates", kept=runs_of("kept_stream"))
+    found = deep_losses("runs", "further_rates", "equal_time_runs", kept=runs_of("kept_stream"))
+    speeds = json.loads((STUDIES / "kept_stream/speed.json").read_text())["deep"]
     table = (STUDIES / "kept_stream/table.md").read_text().replace("*", "")
     page = (ROOT / "docs/results.md").read_text()
-    section = page.split("### With a stream that is kept, from scratch")[1].split("\n## ")[0]
-    for arm in ("kept", "kept_full"):
-        losses, cells = at_best_rate(found, arm, 600), []
-        for other in ("prenorm", kept_stream.PAPERS_READ[arm]):
-            mean = in_words(losses - at_best_rate(found, other, 600), 3)
-            row = f"| {kept_stream.LABELS[arm]} | {kept_stream.LABELS[other]} | equal tokens | "
+    section = page.split("### With a stream that is kept, from scratch")[1].split("\n## ")[0].replace("**", "")
+    for arm in ("kept", "kept_heads", "kept_full"):
+        losses, ratio = at_best_rate(found, arm, 600), speeds[arm]["ratio_quartiles"][1]
+        paper, cells = kept_stream.PAPERS_READ[arm], []
+        for other, kind, baseline in (
+            ("prenorm", "equal tokens", at_best_rate(found, "prenorm", 600)),
+            ("prenorm", "equal time", prenorm_after(found, 600 * ratio)),
+            (paper, "equal tokens", at_best_rate(found, paper, 600)),
+        ):
+            mean = in_words(losses - baseline, 3)
+            row = f"| {kept_stream.LABELS[arm]} | {kept_stream.LABELS[other]} | {kind} | "
             (line,) = (line for line in table.splitlines() if row in line)
-            assert mean in line and line.endswith(" | 1.000 |")
+            assert mean in line
+            p = float(line.split(" | ")[-1].strip(" |"))
+            if kind == "equal tokens":
+                assert p >= 0.8
+            else:
+                assert f"{p:.3f}" in section if p < 0.05 else f"{p:.2f}" in section
             cells.append(mean.replace("[", "(").replace(", ", " to ").replace("]", ")"))
         loss = f"{losses.mean():.3f} ({losses.std(ddof=1):.3f})"
-        row = re.escape(" | ".join([loss, *cells]))
+        row = re.escape(" | ".join([f"{ratio:.2f}", loss, *cells]))
         (rate,) = re.findall(rf"\| {kept_stream.LABELS[arm]} \| (\S+) \| {row} \|", section)
         assert float(rate) == best_of(found, arm, 600)[2]
         if arm == "kept":
-            assert f"| minus PreNorm {cells[0]}, minus the paper's read {cells[1]}, not significant |" in page
+            assert f"| minus PreNorm {cells[0]}, minus the paper's read {cells[2]}, not significant |" in page
     baseline = at_best_rate(found, "prenorm", 600)
     assert f"its loss is {baseline.mean():.3f} ({baseline.std(ddof=1):.3f})" in section
     assert (at_best_rate(found, "kept", 600) > at_best_rate(found, "blocks", 600)).all()
+    others = ("blocks", "heads", "full", "heads_full")
+    assert all(f"{speeds[arm]['ratio_quartiles'][1]:.2f}" in section for arm in others)
 
 
 def test_report_of_the_long_retrofit(tmp_path):
