@@ -308,7 +308,7 @@ def at_best_rate(found: dict, arm: str, steps: int) -> np.ndarray:
 
 
 def prenorm_after(found: dict, steps: float) -> np.ndarray:
-    """Losses of PreNorm with 24 layers after so many steps: between two lengths that were run, or after the longest."""
+    """Losses of PreNorm with 24 layers, between two lengths that were run, or after the longest."""
     lengths = (600, 695, 757, 825)
     high = next((length for length in lengths if length > steps), lengths[-1])
     low = lengths[lengths.index(high) - 1]
