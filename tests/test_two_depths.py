@@ -1,6 +1,7 @@
 # SPDX-License-Identifier: Apache-2.0
 """The study of two depths: which run comes next, and what its table says. Nothing is trained here."""
 
+import itertools
 import json
 import math
 import random
@@ -137,11 +138,12 @@ def test_equal_time(runs, tmp_path, monkeypatch):
     while run := equal_time.next_run(own):
         own[run] = made_up(run, noise)
         own[run] |= {"tuning_loss": 4 + abs(math.log2(run.learning_rate / 3.2e-2)) / 22}
-    assert [(r.learning_rate, r.seed) for r in own] == [
-        *((rate, seed) for rate in (8e-3, 1.6e-2, 3.2e-2, 6.4e-2, 0.128) for seed in TUNING_SEEDS),
-        *((3.2e-2, seed) for seed in (3, 4)),
+    rates = 8e-3, 1.6e-2, 3.2e-2, 6.4e-2, 0.128
+    of_length = [*itertools.product(rates, TUNING_SEEDS), (3.2e-2, 3), (3.2e-2, 4)]
+    assert [(r.steps, r.learning_rate, r.seed) for r in own] == [
+        (steps, *rate_and_seed) for steps in (757, 695) for rate_and_seed in of_length
     ]
-    assert {(r.depth, r.arm, r.steps) for r in own} == {("deep", "prenorm", 757)}
+    assert {(r.depth, r.arm) for r in own} == {("deep", "prenorm")}
     for name, value in (("RESULTS", tmp_path), ("RUNS", tmp_path / "own.jsonl"), ("TABLE", tmp_path / "table.md")):
         monkeypatch.setattr(equal_time, name, value)
     monkeypatch.setattr(equal_time, "SPEED", tmp_path / "speed.json")
@@ -166,8 +168,8 @@ def test_equal_time(runs, tmp_path, monkeypatch):
         return statistics.mean(losses)
 
     blocks = judging(runs, "deep", "blocks", 600, 1.6e-2)
-    short, long = judging(runs, "deep", "prenorm", 600, 8e-3), judging(own, "deep", "prenorm", 757, 3.2e-2)
-    between = short + math.log(700 / 600) / math.log(757 / 600) * (long - short)
+    short, long = (judging(own, "deep", "prenorm", steps, 3.2e-2) for steps in (695, 757))
+    between = short + math.log(700 / 695) / math.log(757 / 695) * (long - short)
     for mode in ("eager", "compiled"):
         assert f"{blocks - between:+.3f} [" in means["24 layers of 48", "6 blocks", mode]
     longest = judging(runs, "deep", "prenorm", IN_TIME, chosen_rate(runs, "deep", "prenorm", IN_TIME))
