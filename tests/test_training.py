@@ -7,6 +7,7 @@ import itertools
 import os
 import tempfile
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -17,7 +18,7 @@ from safetensors.torch import load_file
 from tiny_models import convert, mostly_slow, randomize_queries, tiny_base_model
 from torch._dynamo.testing import CompileCounter
 from torch.distributed.fsdp import fully_shard
-from transformers import AutoModelForCausalLM, Trainer, TrainingArguments
+from transformers import AutoModelForCausalLM, StaticCache, Trainer, TrainingArguments
 from transformers.distributed import DistributedConfig
 
 from attnres import AttnResConfig, AttnResForCausalLM
@@ -72,6 +73,35 @@ def test_second_step_compiles_nothing():
     thread.start()
     thread.join()
     assert counts == [1, 1, 1]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["in turn", "lengths", "decoding"])
+@pytest.mark.parametrize("family", ["llama", "qwen3"])
+def test_compiles_as_often_as_its_base(family, kind):
+    """Training and inference in turn, other lengths, and steps of decoding with a static cache."""
+    input_ids = torch.randint(0, 97, (2, 7))
+
+    def count(model) -> int:
+        torch._dynamo.reset()
+        counter, cache = CompileCounter(), StaticCache(config=model.config, max_cache_len=16)
+        compiled = torch.compile(model.eval(), fullgraph=True, backend=counter)
+        for step in range(4):
+            if kind == "in turn" and step % 2:
+                loss_and_grads(compiled.train(), input_ids)
+                continue
+            compiled.eval()
+            with torch.no_grad():
+                if kind == "decoding":
+                    position_ids = torch.full((2, 1), step)
+                    compiled(input_ids[:, step : step + 1], past_key_values=cache, position_ids=position_ids)
+                else:
+                    compiled(input_ids[:, step if kind == "lengths" else 0 :], use_cache=False)
+        return counter.frame_count
+
+    base_model = tiny_base_model(family, num_hidden_layers=2)
+    with ThreadPoolExecutor() as pool:  # see above
+        assert pool.submit(count, convert(base_model, 3)).result() == count(base_model)
 
 
 def test_gradient_checkpointing_from_the_config(input_ids):
