@@ -287,12 +287,12 @@ def test_which_sweeps_would_continue():
     assert further == {("deep", "prenorm"), ("deep", "full"), *(("wide", arm) for arm in two_depths.ARMS)}
 
 
-def deep_losses(*names: str, kept: Sequence[dict] = ()) -> dict:
-    """By arm, steps and rate, of each seed the losses that choose and judge, with 24 layers of 48."""
+def losses_of(*names: str, kept: Sequence[dict] = (), depth: str = "deep") -> dict:
+    """By arm, steps and rate, of each seed the losses that choose and judge; `deep` is 24 layers of 48."""
     found = defaultdict(dict)
     for result in itertools.chain(*(runs_of("two_depths", name) for name in names), kept):
         run = result["run"]
-        if run["depth"] == "deep":
+        if run["depth"] == depth:
             losses = result["tuning_loss"], result["judging_loss"]
             found[run["arm"], run["steps"], run["learning_rate"]][run["seed"]] = losses
     return found
@@ -307,9 +307,8 @@ def at_best_rate(found: dict, arm: str, steps: int) -> np.ndarray:
     return np.array([found[best_of(found, arm, steps)][seed][1] for seed in range(5)])
 
 
-def prenorm_after(found: dict, steps: float) -> np.ndarray:
-    """Losses of PreNorm with 24 layers, between two lengths that were run, or after the longest."""
-    lengths = (600, 695, 757, 825)
+def prenorm_after(found: dict, steps: float, lengths: tuple[int, ...] = (600, 695, 757, 825)) -> np.ndarray:
+    """Losses of PreNorm between two lengths that were run, or after the longest; by default with 24 layers."""
     high = next((length for length in lengths if length > steps), lengths[-1])
     low = lengths[lengths.index(high) - 1]
     short, long = (at_best_rate(found, "prenorm", length) for length in (low, high))
@@ -319,10 +318,10 @@ def prenorm_after(found: dict, steps: float) -> np.ndarray:
 @pytest.mark.parametrize("mode", ["eager", "compiled"])
 def test_equal_time_of_two_depths(mode):
     """PreNorm between the two numbers of steps around the time of 6 blocks, in the table and on the page."""
-    found = deep_losses("runs", "further_rates", "equal_time_runs")
+    found = losses_of("runs", "further_rates", "equal_time_runs")
     ratio = json.loads((STUDIES / "two_depths/equal_time_speed.json").read_text())[mode]["deep"]["blocks"]
     equal_time = prenorm_after(found, 600 * ratio["ratio_quartiles"][1])
-    difference = at_best_rate(deep_losses("runs"), "blocks", 600) - equal_time
+    difference = at_best_rate(losses_of("runs"), "blocks", 600) - equal_time
     rows = [line.split(" | ") for line in (STUDIES / "two_depths/equal_time.md").read_text().splitlines()]
     (row,) = (row for row in rows if row[:3] == ["| 24 layers of 48", "6 blocks", mode])
     assert row[4] == ", ".join(f"{d:+.3f}" for d in difference)
@@ -333,7 +332,7 @@ def test_equal_time_of_two_depths(mode):
 
 
 def test_longer_warmup_of_two_depths():
-    found = deep_losses("warmup_runs")
+    found = losses_of("warmup_runs")
     difference = at_best_rate(found, "blocks", 600) - at_best_rate(found, "prenorm", 600)
     text = " ".join((STUDIES / "two_depths/warmup.md").read_text().replace("*", "").split())
     assert f"{', '.join(f'{d:+.3f}' for d in difference)}, mean {in_words(difference, 3)}" in text
@@ -389,49 +388,40 @@ def test_report_of_a_part(tmp_path):
     text = (tmp_path / "table.md").read_text()
     assert "2 of 24 comparisons can be made, and p is corrected for 24" in text
     of_kept = np.array([result["judging_loss"] for result in runs_of_file(tmp_path / "runs.jsonl")[5:10]])
-    found = deep_losses("runs", "further_rates")
+    found = losses_of("runs", "further_rates")
     for label, other in (("PreNorm", "prenorm"), ("6 blocks", "blocks")):
         mean = in_words(of_kept - at_best_rate(found, other, 600), 3)
         row = rf"\| 6 blocks, kept \| {label} \| equal tokens \| .* \| {re.escape(mean)} \|"
         assert re.search(row, text.replace("*", ""))
 
 
-def test_page_of_the_kept_stream():
+@pytest.mark.parametrize("depth, label", [("deep", "24 layers of 48"), ("wide", "6 layers of 96")])
+def test_page_of_the_kept_stream(depth, label):
     """From scratch: what the page prints is computed from the runs, at the best rate of each arm."""
-    found = deep_losses("runs", "further_rates", "equal_time_runs", kept=runs_of("kept_stream"))
-    speeds = json.loads((STUDIES / "kept_stream/speed.json").read_text())["deep"]
+    found = losses_of("runs", "further_rates", "equal_time_runs", kept=runs_of("kept_stream"), depth=depth)
+    speeds = json.loads((STUDIES / "kept_stream/speed.json").read_text())[depth]
     table = (STUDIES / "kept_stream/table.md").read_text().replace("*", "")
     page = (ROOT / "docs/results.md").read_text()
     section = page.split("### With a stream that is kept, from scratch")[1].split("\n## ")[0].replace("**", "")
-    for arm in ("kept", "kept_heads", "kept_full"):
+    assert not kept_stream.next_run(two_depths.with_further_rates(STUDIES / "two_depths") | kept_runs())
+    for arm, paper in kept_stream.PAPERS_READ.items():
         losses, ratio = at_best_rate(found, arm, 600), speeds[arm]["ratio_quartiles"][1]
-        paper, cells = kept_stream.PAPERS_READ[arm], []
+        after = prenorm_after(found, 600 * ratio, (600, 695, 757, 825) if depth == "deep" else (600, 1200))
+        cells = []
         for other, kind, baseline in (
             ("prenorm", "equal tokens", at_best_rate(found, "prenorm", 600)),
-            ("prenorm", "equal time", prenorm_after(found, 600 * ratio)),
+            ("prenorm", "equal time", after),
             (paper, "equal tokens", at_best_rate(found, paper, 600)),
         ):
             mean = in_words(losses - baseline, 3)
-            row = f"| {kept_stream.LABELS[arm]} | {kept_stream.LABELS[other]} | {kind} | "
-            (line,) = (line for line in table.splitlines() if row in line)
+            row = f"| {label} | {kept_stream.LABELS[arm]} | {kept_stream.LABELS[other]} | {kind} | "
+            (line,) = (line for line in table.splitlines() if line.startswith(row))
             assert mean in line
-            p = float(line.split(" | ")[-1].strip(" |"))
-            if kind == "equal tokens":
-                assert p >= 0.8
-            else:
-                assert f"{p:.3f}" in section if p < 0.05 else f"{p:.2f}" in section
             cells.append(mean.replace("[", "(").replace(", ", " to ").replace("]", ")"))
         loss = f"{losses.mean():.3f} ({losses.std(ddof=1):.3f})"
         row = re.escape(" | ".join([f"{ratio:.2f}", loss, *cells]))
         (rate,) = re.findall(rf"\| {kept_stream.LABELS[arm]} \| (\S+) \| {row} \|", section)
         assert float(rate) == best_of(found, arm, 600)[2]
-        if arm == "kept":
-            assert f"| minus PreNorm {cells[0]}, minus the paper's read {cells[2]}, not significant |" in page
-    baseline = at_best_rate(found, "prenorm", 600)
-    assert f"its loss is {baseline.mean():.3f} ({baseline.std(ddof=1):.3f})" in section
-    assert (at_best_rate(found, "kept", 600) > at_best_rate(found, "blocks", 600)).all()
-    others = ("blocks", "heads", "full", "heads_full")
-    assert all(f"{speeds[arm]['ratio_quartiles'][1]:.2f}" in section for arm in others)
 
 
 def test_report_of_the_long_retrofit(tmp_path):
