@@ -416,11 +416,18 @@ def test_page_of_the_kept_stream(depth, label):
             row = f"| {label} | {kept_stream.LABELS[arm]} | {kept_stream.LABELS[other]} | {kind} | "
             (line,) = (line for line in table.splitlines() if line.startswith(row))
             assert mean in line
+            p = float(line.split(" | ")[-1].strip(" |"))
+            assert f"p = {p:.3f}" in section or f", {p:.3f} with" in section if p < 0.05 else p > 0.1
+            assert kind == "equal time" or p >= 0.4  # as the page says
             cells.append(mean.replace("[", "(").replace(", ", " to ").replace("]", ")"))
         loss = f"{losses.mean():.3f} ({losses.std(ddof=1):.3f})"
         row = re.escape(" | ".join([f"{ratio:.2f}", loss, *cells]))
         (rate,) = re.findall(rf"\| {kept_stream.LABELS[arm]} \| (\S+) \| {row} \|", section)
         assert float(rate) == best_of(found, arm, 600)[2]
+    baseline = at_best_rate(found, "prenorm", 600)
+    loss = f"{baseline.mean():.3f} ({baseline.std(ddof=1):.3f})"
+    (rate,) = re.findall(rf"\| {label}, PreNorm \| (\S+) \| 1 \| {re.escape(loss)} \|", section)
+    assert float(rate) == best_of(found, "prenorm", 600)[2]
 
 
 def test_report_of_the_long_retrofit(tmp_path):
