@@ -2,6 +2,7 @@
 """Small models from scratch whose reads are added to the residual stream, by the protocol of two depths.
 
     python -m studies.kept_stream.study run      # hours on one thread; interrupted, it resumes
+    python -m studies.kept_stream.study again    # 6 blocks with 24 layers once more, on the CPU of PreNorm's runs
     python -m studies.kept_stream.study speed    # the time of a training step, on a machine that does nothing else
     python -m studies.kept_stream.study report   # table.md, of the arms that have all their runs
 
@@ -121,6 +122,23 @@ def run_all(work: Work = Path("study-work"), results: Results = RESULTS):
 
 
 @app.command()
+def again(work: Work = Path("study-work"), results: Results = RESULTS):
+    """Train 6 blocks with 24 layers again, at their best rate, to compare them with PreNorm on the same CPU."""
+    torch.set_num_threads(1)
+    prepare(work, READ_STUDY / "manifest.json")
+    rate = chosen_rate(with_further_rates(TWO_DEPTHS), "deep", "blocks")
+    runs = [Run("deep", "blocks", seed, STEPS, rate) for seed in SEEDS]
+    train_missing(
+        lambda found: next((run for run in runs if run not in found), None),
+        lambda run: train(run, work, FIELDS),
+        results / "again.jsonl",
+        losses_in_words,
+        Run,
+    )
+    console.print(f"All runs are in {results / 'again.jsonl'}.")
+
+
+@app.command()
 def speed(
     results: Results = RESULTS,
     pairs: Annotated[int, typer.Option(help="Alternating steps of each model.")] = 25,
@@ -215,6 +233,12 @@ def report(results: Results = RESULTS):
     lines += ["", "## Not in the protocol", "", "The paper's read minus PreNorm, both at the best rates above.", ""]
     papers = papers_reads(finals)
     lines += table_of(papers, corrected_p(papers))
+    if (results / "again.jsonl").exists():
+        lines += ["", "The first row with 6 blocks trained again, on the CPU of PreNorm's runs.", ""]
+        again = [result["judging_loss"] for result in read_runs(results / "again.jsonl", Run).values()]
+        key = ("deep", "blocks", "prenorm", "equal tokens")
+        row = {key: [a - b for a, b in zip(again, finals["deep", "prenorm"])]}
+        lines += table_of(row, corrected_p(papers | row))
     write_file(results / "table.md", "\n".join(lines) + "\n")
     console.print(f"Wrote {results / 'table.md'}", highlight=False)
 
