@@ -452,7 +452,12 @@ def test_papers_reads_at_prenorms_best_rate():
         assert line.endswith(f"| {in_words(values, 3)} | {p[depth, arm]:.3f} |")
     assert f"{min(p.values()):.2f} {max(p.values()):.2f}" == "0.12 0.65"
     page = " ".join((ROOT / "docs/results.md").read_text().replace("**", "").split())
-    for text in ("loss -0.197 (-0.329 to -0.064), trained again", "(p from 0.12 to 0.65)", "0.20 higher", "(p = 0.12,"):
+    for text in (
+        "loss -0.197 (-0.329 to -0.064), trained again",
+        "(p from 0.12 to 0.65)",
+        "0.20 higher",
+        "(p = 0.12,",
+    ):
         assert text in page
     again = {result["run"]["seed"]: result["judging_loss"] for result in runs_of("kept_stream", "again")}
     once_more = np.array([again[seed] for seed in range(5)]) - at_best_rate(found["deep"], "prenorm", 600)
