@@ -42,6 +42,7 @@ def page(browser, results, tmp_path):
     browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
     browser.set_window_size(1280, 1000)
     browser.get((tmp_path / "index.html").as_uri())
+    wait_for_frames(browser)
     yield browser
     assert [entry["message"] for entry in browser.get_log("browser")] == []  # no error, nothing refused
 
@@ -52,6 +53,11 @@ def find(page, selector):
 
 def all_of(page, selector):
     return page.find_elements("css selector", selector)
+
+
+def wait_for_frames(page):
+    """A new size of the window draws the map again in the frame after: what was found before is gone then."""
+    page.execute_async_script("const done = arguments[0]; requestAnimationFrame(() => requestAnimationFrame(done))")
 
 
 def select(page, name, text):
@@ -189,6 +195,7 @@ def test_on_a_phone(page, scheme, background):
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     metrics = {"width": 375, "height": 700, "deviceScaleFactor": 2, "mobile": True}
     page.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", metrics)
+    wait_for_frames(page)
     assert page.execute_script("return document.documentElement.scrollWidth") == 375
     assert page.execute_script("return getComputedStyle(document.body).backgroundColor") == background
     find(page, "#map rect[data-site='3'][data-source='1']").click()
@@ -202,6 +209,20 @@ def test_on_a_phone(page, scheme, background):
     """
     assert page.execute_script(clipped) == []
     page.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": []})
+
+
+@pytest.mark.slow
+def test_a_cell_outlives_another_height(page):
+    """As when the address bar of a phone hides under a finger; another width draws the map again."""
+    cell = find(page, "#map rect[data-site='3'][data-source='1']")
+    page.set_window_size(1280, 700)
+    wait_for_frames(page)
+    cell.click()
+    assert find(page, "#cell").text.startswith("MLP of layer 1 (site 3)")
+    page.set_window_size(900, 700)
+    wait_for_frames(page)
+    drawn, shown = page.execute_script("return [map.viewBox.baseVal.width, map.getBoundingClientRect().width]")
+    assert drawn == pytest.approx(shown) and shown < 900
 
 
 def test_the_largest_page_stays_small(tmp_path):
