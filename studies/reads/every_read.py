@@ -109,7 +109,6 @@ def conversion(model: str, variant: str) -> dict[str, float]:
 @app.command()
 def run(
     model: Annotated[str, typer.Option(help="A GGUF file, a folder or a Hub id.")],
-    twin: Annotated[str | None, typer.Option(help="Folder to time, if MODEL is a GGUF file.")] = None,
     pairs: Annotated[int, typer.Option(min=1, help="Alternating runs of each timing.")] = 7,
 ):
     """Measure."""
@@ -125,7 +124,11 @@ def run(
     if not {name_of_variant(variant) for variant in READS} <= timed:  # side by side, so again all of them
         results |= {"machine": of_machine, "model": Path(model).name, "pairs": pairs}
         with tempfile.TemporaryDirectory() as folder:
-            measured = bench(Path(folder), model=twin or model, variants=READS, cases=CASES, pairs=pairs)
+            if Path(model).suffix == ".gguf":
+                file = Path(model)
+                model = str(Path(folder) / "twin")
+                AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(model)
+            measured = bench(Path(folder) / "bench", model=model, variants=READS, cases=CASES, pairs=pairs)
         results["times"] = measured["time"]
         write_file(RESULTS, json.dumps(results, indent=1) + "\n")
     report()
