@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from attnres import AttnResConfig, AttnResForCausalLM, set_backend
 from attnres.benchmarks.twin import bench, name_of_variant, parse_variant
-from attnres.conversion import convert
+from attnres.conversion import convert, revert
 from attnres.utils.files import write_file
 from attnres.utils.timing import machine
 from studies.common.pages import put_into_page
@@ -125,9 +125,9 @@ def run(
         results |= {"machine": of_machine, "model": Path(model).name, "pairs": pairs}
         with tempfile.TemporaryDirectory() as folder:
             if Path(model).suffix == ".gguf":
-                file = Path(model)
-                model = str(Path(folder) / "twin")
-                AutoModelForCausalLM.from_pretrained(file.parent, gguf_file=file.name).save_pretrained(model)
+                convert(model, Path(folder) / "attnres", verify=False)
+                revert(Path(folder) / "attnres", Path(folder) / "base", verify=False)
+                model = str(Path(folder) / "base")
             measured = bench(Path(folder) / "bench", model=model, variants=READS, cases=CASES, pairs=pairs)
         results["times"] = measured["time"]
         write_file(RESULTS, json.dumps(results, indent=1) + "\n")
