@@ -167,9 +167,9 @@ def table(results: dict[str, Any]) -> str:
     )
     lines += [
         "",
-        f"Measured with `python -m studies.reads.every_read run --model {results['model']}`"
+        f"Measured with `python -m studies.reads.every_read run --model {results['model']} --pairs {results['pairs']}`"
         f" ({of_machine['processor']}, {of_machine['threads']} threads, commit {of_machine['commit']},"
-        f" {of_machine['date']}, {results['pairs']} alternating runs). The perplexity of the base is"
+        f" {of_machine['date']}). The perplexity of the base is"
         f" {results['reads'][READS[0]]['perplexity_before']:.4f}. The first row takes {decode} times as long as the"
         f" PreNorm twin in decoding, {prefill} in prefill and {step} in a step.",
     ]
