@@ -3,6 +3,7 @@
 
 import weakref
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -119,9 +120,11 @@ class BlockCache:
             self.values = like.new_empty(num_blocks, num_tokens, hidden_size)
             self.blocks = [block.view(self.shape) for block in self.values]
             return
-        if self.read_config == PAPERS_READ and num_tokens == 1 and like.device.type == "cpu" and not is_tracing(like):
+        by_numbers = replace(self.read_config, stream=PAPERS_READ.stream) == PAPERS_READ
+        if by_numbers and num_tokens == 1 and like.device.type == "cpu" and not is_tracing(like):
             self.values = like.new_empty(num_blocks, hidden_size, dtype=wide)
-            self.one_token = OneTokenCache(self.values, self.queries, like, self.block_size, self.eps)
+            of_cache = self.block_size, self.eps, self.closed_sum
+            self.one_token = OneTokenCache(self.values, self.queries, like, *of_cache)
             self.blocks = [block.view(self.shape) for block in self.values]
             return
         most_sites = end_of_chunk(0, self.block_size, num_sites)

@@ -28,14 +28,24 @@ class OneTokenCache:
         like: of the shape and dtype of every source, `[1, 1, hidden]`.
         block_size: sublayers per block.
         eps: epsilon of the key RMSNorm.
+        closed_sum: where the sum of the closed blocks is kept, with `hidden` numbers, if the stream is kept.
     """
 
-    def __init__(self, values: torch.Tensor, queries: torch.Tensor, like: torch.Tensor, block_size: int, eps: float):
+    def __init__(
+        self,
+        values: torch.Tensor,
+        queries: torch.Tensor,
+        like: torch.Tensor,
+        block_size: int,
+        eps: float,
+        closed_sum: torch.Tensor | None = None,
+    ):
         num_sites, hidden_size = queries.shape
         self.shape, self.dtype, self.block_size = like.shape, like.dtype, block_size
         self.values, self.wide = values, values.dtype
         self.site_queries, self.zero = queries.unbind(0), queries.new_zeros(hidden_size)
         self.eps_norm = (hidden_size * eps) ** 0.5
+        self.closed_sum = None if closed_sum is None else closed_sum.view(self.shape)
         mixes = values.new_empty(min(block_size, num_sites), hidden_size)
         self.site_mixes = mixes.view(-1, *self.shape).unbind(0)
         # Every part that is ever asked for, as even a view takes time: where to write a block when it closes, and what
@@ -57,6 +67,9 @@ class OneTokenCache:
         vector = block.to(self.wide).view(-1)
         values, queries = self.append_views[len(self.scores)]
         values.copy_(vector)
+        if self.closed_sum is not None:
+            wide_block = vector.view(self.shape)
+            self.closed_sum.add_(wide_block) if self.scores else self.closed_sum.copy_(wide_block)
         norm = l2_norm(vector, self.eps_norm)
         self.scores.append([product / norm for product in torch.mv(queries, vector).tolist()])
 
@@ -73,6 +86,9 @@ class OneTokenCache:
             # by the exponential that cannot overflow
             alpha = 1 / (1 + math.exp(-score)) if score > 0 else 1 - 1 / (1 + math.exp(score))
             mix = torch.lerp(mix, wide_partial, alpha)
+            mix = mix if self.closed_sum is None else mix.add_(wide_partial).add_(self.closed_sum)
+        elif self.closed_sum is not None:
+            mix = mix + self.closed_sum
         # out of the buffer, which the next block overwrites
         return self.normed(mix, norm, factor, copy=partial is None)
 
