@@ -3,7 +3,6 @@
 
 import weakref
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -120,10 +119,10 @@ class BlockCache:
             self.values = like.new_empty(num_blocks, num_tokens, hidden_size)
             self.blocks = [block.view(self.shape) for block in self.values]
             return
-        by_numbers = replace(self.read_config, stream=PAPERS_READ.stream) == PAPERS_READ
+        by_numbers = self.read_config.query == "learned" and self.read_config.open_block == "sum"
         if by_numbers and num_tokens == 1 and like.device.type == "cpu" and not is_tracing(like):
             self.values = like.new_empty(num_blocks, hidden_size, dtype=wide)
-            of_cache = self.block_size, self.eps, self.closed_sum
+            of_cache = self.block_size, self.eps, self.read_config, self.closed_sum
             self.one_token = OneTokenCache(self.values, self.queries, like, *of_cache)
             self.blocks = [block.view(self.shape) for block in self.values]
             return
@@ -243,11 +242,12 @@ class BlockCache:
         (mix, state), query = self._of_closed(site), self.site_queries[site]
         of_heads = -1, self.read_config.num_heads
         if self.num_closed == self.num_read and len(open_sources) == of_heads[1] == 1 and state is not None:
-            # As of `merged`, with two operations less and few views: most reads within a block
+            # As of `merged`, with two operations less and few views: most reads within a block. By the weight of the
+            # partial sum, which may be small beside 1 although nothing is larger: softmax1 has a weight for nothing
             partial = open_sources[0].to(mix.dtype).reshape(mix.shape)
             l2_norm = key_l2_norm(partial, self.eps_norm)
-            weight = torch.addcdiv(state, torch.mv(partial, query).unsqueeze(-1), l2_norm, value=-1)
-            total = torch.lerp(partial, mix, weight.sigmoid_())
+            weight = torch.addcdiv(state, torch.mv(partial, query).unsqueeze(-1), l2_norm, value=-1).neg_()
+            total = torch.lerp(mix, partial, weight.sigmoid_())
             return total if self.closed_sum is None else total.add_(partial).add_(self.closed_sum)
         values = [by_head(source, of_heads[1]) for source in open_sources]
         scores = [score_of(query, value, self.eps_norm)[0] for value in values]

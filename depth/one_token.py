@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from .norms import norm_of, rms_norm_parameters
+from .reads import ReadConfig
 
 
 def l2_norm(vector: torch.Tensor, eps_norm: float) -> float:
@@ -19,8 +20,13 @@ def l2_norm(vector: torch.Tensor, eps_norm: float) -> float:
     return math.sqrt(torch.dot(vector, vector).item() + eps_norm * eps_norm) or sys.float_info.min
 
 
+def sigmoid(score: float) -> float:
+    """By the exponential that cannot overflow."""
+    return 1 / (1 + math.exp(-score)) if score > 0 else 1 - 1 / (1 + math.exp(score))
+
+
 class OneTokenCache:
-    """The part of a `BlockCache` that reads one token by one head and softmax.
+    """The part of a `BlockCache` that reads one token by learned queries, if the open block is one source.
 
     Args:
         values: where closed blocks are kept, `[blocks, hidden]`, as wide as sums.
@@ -28,6 +34,7 @@ class OneTokenCache:
         like: of the shape and dtype of every source, `[1, 1, hidden]`.
         block_size: sublayers per block.
         eps: epsilon of the key RMSNorm.
+        read_config: how sources are read.
         closed_sum: where the sum of the closed blocks is kept, with `hidden` numbers, if the stream is kept.
     """
 
@@ -38,40 +45,52 @@ class OneTokenCache:
         like: torch.Tensor,
         block_size: int,
         eps: float,
+        read_config: ReadConfig,
         closed_sum: torch.Tensor | None = None,
     ):
         num_sites, hidden_size = queries.shape
+        num_heads = read_config.num_heads
+        width = hidden_size // num_heads
         self.shape, self.dtype, self.block_size = like.shape, like.dtype, block_size
+        self.num_heads, self.weights = num_heads, read_config.weights
+        # One head has the shape of the result, as even a view takes time
+        self.by_head = self.shape if num_heads == 1 else torch.Size([num_heads, width])
         self.values, self.wide = values, values.dtype
-        self.site_queries, self.zero = queries.unbind(0), queries.new_zeros(hidden_size)
+        self.site_queries = (queries if num_heads == 1 else queries.view(-1, num_heads, width, 1)).unbind(0)
+        self.zero, self.products = queries.new_zeros(hidden_size), queries.new_empty(num_heads, 1, 1)
         self.eps_norm = (hidden_size * eps) ** 0.5
-        self.closed_sum = None if closed_sum is None else closed_sum.view(self.shape)
-        mixes = values.new_empty(min(block_size, num_sites), hidden_size)
-        self.site_mixes = mixes.view(-1, *self.shape).unbind(0)
-        # Every part that is ever asked for, as even a view takes time: where to write a block when it closes, and what
-        # to read while it is open
+        self.closed_sum = None if closed_sum is None else closed_sum.view(self.by_head)
+        mixes = values.new_empty(num_heads, min(block_size, num_sites), width)
+        self.site_mixes = [mix.view(self.by_head) for mix in mixes.unbind(1)]
+        # Every part that is ever asked for: where to write a block when it closes, and what to read while it is open.
+        # With an output that is given, autocast does not make products of less precision
         self.append_views, self.read_views = [], []
+        values_by_head, queries_by_head = (
+            tensor.view(-1, num_heads, width).transpose(0, 1) for tensor in (values, queries)
+        )
         for block, first in enumerate(range(0, num_sites, block_size)):
             end = min(first + block_size, num_sites)
-            self.append_views.append((values[block], queries[first:]))
+            products = queries.new_empty(num_heads, num_sites - first, 1)
+            self.append_views.append((values[block], queries_by_head[:, first:], products))
             sites = range(first - num_sites, end - num_sites)
-            self.read_views.append((values[: block + 1], sites, mixes[: end - first]))
+            self.read_views.append((values_by_head[:, : block + 1], sites, mixes[:, : end - first]))
         self.start()
 
     def start(self):
-        self.scores: list[list[float]] = []  # by block, of the sites that can still read it
+        self.scores: list[list[list[float]]] = []  # by block and head, of the sites that can still read it
         self.open_block: int | None = None
         self.mix, self.negative_lse = (), []
 
     def append(self, block: torch.Tensor):
         vector = block.to(self.wide).view(-1)
-        values, queries = self.append_views[len(self.scores)]
+        values, queries, products = self.append_views[len(self.scores)]
         values.copy_(vector)
         if self.closed_sum is not None:
-            wide_block = vector.view(self.shape)
-            self.closed_sum.add_(wide_block) if self.scores else self.closed_sum.copy_(wide_block)
+            value = vector.view(self.by_head)
+            self.closed_sum.add_(value) if self.scores else self.closed_sum.copy_(value)
+        torch.bmm(queries, vector.view(self.num_heads, -1, 1), out=products)
         norm = l2_norm(vector, self.eps_norm)
-        self.scores.append([product / norm for product in torch.mv(queries, vector).tolist()])
+        self.scores.append([[product / norm for product in of_head] for of_head in products.squeeze(-1).tolist()])
 
     def read(self, site: int, partial: torch.Tensor | None, norm: nn.Module | None, factor: float) -> torch.Tensor:
         block, offset = divmod(site, self.block_size)
@@ -80,17 +99,30 @@ class OneTokenCache:
         mix = self.mix[offset]
         if partial is not None:
             wide_partial = partial if self.dtype == self.wide else partial.to(self.wide)
-            vector = wide_partial.view(-1)
-            norm_of_keys = l2_norm(vector, self.eps_norm)
-            score = torch.dot(vector, self.site_queries[site]).item() / norm_of_keys + self.negative_lse[offset]
-            # by the exponential that cannot overflow
-            alpha = 1 / (1 + math.exp(-score)) if score > 0 else 1 - 1 / (1 + math.exp(score))
-            mix = torch.lerp(mix, wide_partial, alpha)
-            mix = mix if self.closed_sum is None else mix.add_(wide_partial).add_(self.closed_sum)
+            value = wide_partial if self.num_heads == 1 else wide_partial.view(self.by_head)
+            weight = self._weight_of_open(site, offset, wide_partial.view(-1))
+            if self.weights != "sigmoid":
+                mix = torch.lerp(mix, value, weight)
+            elif self.num_heads == 1:
+                mix = torch.add(mix, value, alpha=weight)
+            else:
+                mix = torch.addcmul(mix, value, weight)
+            mix = mix if self.closed_sum is None else mix.add_(value).add_(self.closed_sum)
         elif self.closed_sum is not None:
             mix = mix + self.closed_sum
+        mix = mix if self.num_heads == 1 else mix.reshape(self.shape)
         # out of the buffer, which the next block overwrites
         return self.normed(mix, norm, factor, copy=partial is None)
+
+    def _weight_of_open(self, site: int, offset: int, vector: torch.Tensor) -> float | torch.Tensor:
+        """Of the partial sum, `[hidden]`: a number, or `[heads, 1]`."""
+        query, negative_lse = self.site_queries[site], self.negative_lse[offset]
+        norm_of_keys = l2_norm(vector, self.eps_norm)
+        if self.num_heads == 1:
+            return sigmoid(torch.dot(vector, query).item() / norm_of_keys + negative_lse[0])
+        torch.bmm(vector.view(self.num_heads, 1, -1), query, out=self.products)
+        scores = zip(self.products.view(-1).tolist(), negative_lse)
+        return vector.new_tensor([[sigmoid(product / norm_of_keys + minus)] for product, minus in scores])
 
     def normed(self, mix: torch.Tensor, norm: nn.Module | None, factor: float, copy: bool) -> torch.Tensor:
         parameters = rms_norm_parameters(norm, self.dtype)
@@ -106,19 +138,26 @@ class OneTokenCache:
 
     def _read_closed(self, block: int):
         values, sites, out = self.read_views[block]
-        if len(self.scores) == 1:  # a softmax over one source is 1
-            (scores,) = self.scores
-            self.mix = [values.view(self.shape)] * len(sites)
-            self.negative_lse = [-scores[site] for site in sites]
-        else:
-            weights, self.negative_lse = [], []
-            for site in sites:
-                scores = [of_block[site] for of_block in self.scores]
-                largest = max(scores)
-                exponentials = [math.exp(score - largest) for score in scores]
-                total = sum(exponentials)
-                weights.append([exponential / total for exponential in exponentials])
-                self.negative_lse.append(-largest - math.log(total))
-            torch.mm(torch.tensor(weights, dtype=out.dtype), values, out=out)
-            self.mix = self.site_mixes
         self.open_block = block
+        if len(self.scores) == 1 and self.weights == "softmax":  # over one source: it is 1
+            (scores,) = self.scores
+            self.mix = [self.values[0].view(self.by_head)] * len(sites)
+            self.negative_lse = [[-of_head[site] for of_head in scores] for site in sites]
+            return
+        weights, negative_lse = [], []
+        for of_head in zip(*self.scores):
+            found = [self._weights_of_closed([of_block[site] for of_block in of_head]) for site in sites]
+            weights.append([of_site for of_site, _ in found])
+            negative_lse.append([minus for _, minus in found])
+        torch.bmm(torch.tensor(weights, dtype=out.dtype), values, out=out)
+        self.mix, self.negative_lse = self.site_mixes, list(zip(*negative_lse))
+
+    def _weights_of_closed(self, scores: list[float]) -> tuple[list[float], float]:
+        """Of the closed blocks alone, and minus the logarithm of what they are divided by: 0 if it is nothing."""
+        if self.weights == "sigmoid":
+            return [sigmoid(score) for score in scores], 0.0
+        with_one = self.weights == "softmax1"
+        largest = max(*scores, 0.0) if with_one else max(scores)
+        exponentials = [math.exp(score - largest) for score in scores]
+        total = sum(exponentials) + (math.exp(-largest) if with_one else 0)
+        return [exponential / total for exponential in exponentials], -largest - math.log(total)

@@ -22,6 +22,16 @@ from attnres.depth.two_phases import Chunk, end_of_chunk
 
 EPS = 1e-6
 DTYPES = [torch.float64, torch.float32, torch.bfloat16, torch.float16]
+# That a single token is read by with numbers
+READS = [
+    PAPERS_READ,
+    ReadConfig(weights="softmax1"),
+    ReadConfig(weights="sigmoid"),
+    ReadConfig(stream="kept"),
+    ReadConfig(num_heads=7),
+    ReadConfig(num_heads=7, weights="softmax1", stream="kept"),
+    ReadConfig(num_heads=7, weights="sigmoid", stream="kept"),
+]
 
 
 def random_sources(count, dtype, shape=(3, 5, 7)):
@@ -54,9 +64,9 @@ def in_two_phases(local, query, *sources, norm=None, factor=1):
     return chunk.read(5, of_site, num_lasting, norm, factor)
 
 
-def times(factor, dtype, *inputs, stream="replaced"):
+def times(factor, dtype, *inputs, read=PAPERS_READ):
     query, *sources = inputs
-    mix, _ = read_by_definition(query, sources, EPS, keeps_stream=stream == "kept")
+    mix, _ = read_by_definition(query, sources, EPS, read.num_heads, read.weights, read.keeps_stream)
     return (factor * mix).to(dtype)
 
 
@@ -100,18 +110,18 @@ def test_ends_of_chunks(block_size, ends):
     assert [end_of_chunk(0, 1, num_sites) for num_sites in (1, 2, 5, 9, 31, 32)] == [1, 2, 3, 4, 7, 8]
 
 
-@pytest.mark.one_in(4)
-@pytest.mark.parametrize("stream", ["replaced", "kept"])
+@pytest.mark.one_in(16)
+@pytest.mark.parametrize("read", READS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("block_size", [1, 2, 3, 5, 8, 12])
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 7)], ids=["tokens", "one token"])
-def test_block_cache_matches_definition(shape, block_size, dtype, stream):
+def test_block_cache_matches_definition(shape, block_size, dtype, read):
     """A stack of 8 sublayers whose outputs do not depend on what they read, so that every read is known."""
     outputs = random_sources(9, dtype, shape)
     queries = torch.randn(9, 7, dtype=torch.promote_types(dtype, torch.float32))
     cache = BlockCache()
     for _step in range(2):  # the second one reuses the buffers
-        cache.start(queries, outputs[0], block_size, EPS, ReadConfig(stream=stream))
+        cache.start(queries, outputs[0], block_size, EPS, read)
         pointer = cache.values.data_ptr()
         assert len(cache) == 0
         closed, kept, partial, reads = [outputs[0]], [cache.append(outputs[0])], None, []
@@ -119,7 +129,7 @@ def test_block_cache_matches_definition(shape, block_size, dtype, stream):
             sources = closed if partial is None else [*closed, partial]
             assert len(sources) == num_sources(site, block_size) and len(cache) == len(closed)
             for factor in (1, len(sources)):
-                read_times = functools.partial(times, factor, dtype, stream=stream)
+                read_times = functools.partial(times, factor, dtype, read=read)
                 expected = UpToRounding(read_times, *widened(queries[site], *sources))
                 reads.append((cache.read(site, () if partial is None else (partial,), factor=factor), expected))
             if site == 8:
@@ -133,33 +143,35 @@ def test_block_cache_matches_definition(shape, block_size, dtype, stream):
     assert cache.values.data_ptr() == pointer
 
 
-@pytest.mark.parametrize("stream", ["replaced", "kept"])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("read", READS, ids=str)
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("norm_class", [LlamaRMSNorm, GemmaRMSNorm, nn.LayerNorm])
 @pytest.mark.parametrize("shape", [(3, 5, 7), (1, 1, 7)], ids=["tokens", "one token"])
-def test_block_cache_norms_what_it_has_multiplied(shape, norm_class, dtype, stream):
+def test_block_cache_norms_what_it_has_multiplied(shape, norm_class, dtype, read):
     """Which the epsilon of a norm tells apart."""
     *closed, partial = random_sources(3, dtype, shape)
     queries = torch.randn(6, 7, dtype=torch.promote_types(dtype, torch.float32))
     norm, cache = norm_class(7, eps=0.5).to(dtype), BlockCache()
     with torch.no_grad():
         norm.weight.normal_()
-        cache.start(queries, partial, 2, EPS, ReadConfig(stream=stream))
+        cache.start(queries, partial, 2, EPS, read)
         for block in closed:
             cache.append(block)
         for site, sources in ((2, closed), (3, [*closed, partial])):
             mixes = UpToRounding(
-                lambda *inputs: norm(times(5, dtype, *inputs, stream=stream)),
+                lambda *inputs: norm(times(5, dtype, *inputs, read=read)),
                 *widened(queries[site], *sources),
                 model=norm,
             )
             mixes.check(cache.read(site, () if site == 2 else (partial,), norm, factor=5))
 
 
-@pytest.mark.parametrize("stream", ["replaced", "kept"])
+@pytest.mark.one_in(4)
+@pytest.mark.parametrize("read", READS, ids=str)
 @pytest.mark.parametrize("scale", [0.0, 3.0, 1e3, -1e3, float("inf"), float("nan")])
 @pytest.mark.parametrize("eps", [EPS, 0.0])
-def test_one_token_is_as_several(scale, eps, stream):
+def test_one_token_is_as_several(scale, eps, read):
     """A single token is read with Python's numbers, which raise where tensors give inf or nan."""
     sources = random_sources(3, torch.float32, (1, 1, 7))
     sources[2] = sources[2] * scale if scale else torch.zeros(1, 1, 7)
@@ -167,7 +179,7 @@ def test_one_token_is_as_several(scale, eps, stream):
 
     def reads(count, queries, *sources):
         cache, several = BlockCache(), [source.expand(1, count, 7) for source in sources]
-        cache.start(queries, several[0], 3, eps, ReadConfig(stream=stream))
+        cache.start(queries, several[0], 3, eps, read)
         assert (cache.one_token is not None) == (count == 1)
         cache.append(several[0])
         mixes = [cache.read(site, (several[site],)) for site in (1, 2)]
