@@ -24,7 +24,7 @@ from .autograd import (
 )
 from .backends import kernels_for, use_kernels
 from .norms import norm_of, rms_norm_parameters
-from .one_token import OneTokenCache
+from .one_token import OneTokenCache, reads_by_numbers
 from .reads import PAPERS_READ, ReadConfig
 from .two_phases import Reader, end_of_chunk
 
@@ -119,7 +119,7 @@ class BlockCache:
             self.values = like.new_empty(num_blocks, num_tokens, hidden_size)
             self.blocks = [block.view(self.shape) for block in self.values]
             return
-        by_numbers = self.read_config.query == "learned" and self.read_config.open_block == "sum"
+        by_numbers = reads_by_numbers(self.read_config, num_blocks)
         if by_numbers and num_tokens == 1 and like.device.type == "cpu" and not is_tracing(like):
             self.values = like.new_empty(num_blocks, hidden_size, dtype=wide)
             of_cache = self.block_size, self.eps, self.read_config, self.closed_sum

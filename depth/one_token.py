@@ -25,6 +25,16 @@ def sigmoid(score: float) -> float:
     return 1 / (1 + math.exp(-score)) if score > 0 else 1 - 1 / (1 + math.exp(score))
 
 
+def reads_by_numbers(read_config: ReadConfig, num_blocks: int) -> bool:
+    """Whether a single token is read so: by learned queries, with one source of the open block, and not by many heads.
+
+    Loops over the scores of all heads and blocks take longer than operations on tensors where there are hundreds of
+    them, or more than 16 heads (`python -m studies.costs.one_token`).
+    """
+    is_of_a_kind = read_config.query == "learned" and read_config.open_block == "sum"
+    return is_of_a_kind and (read_config.num_heads == 1 or read_config.num_heads * max(num_blocks, 16) <= 256)
+
+
 class OneTokenCache:
     """The part of a `BlockCache` that reads one token by learned queries, if the open block is one source.
 

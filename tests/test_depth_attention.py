@@ -193,6 +193,18 @@ def test_one_token_is_as_several(scale, eps, read):
         UpToRounding(functools.partial(reads, 2), queries, *sources).check(of_one)
 
 
+@pytest.mark.parametrize(
+    "heads, num_blocks, by_numbers",
+    [(1, 300, True), (16, 16, True), (16, 17, False), (17, 1, False), (4, 64, True), (4, 65, False)],
+)
+def test_numbers_are_for_few_heads(heads, num_blocks, by_numbers):
+    """Loops over many scores take longer than tensors."""
+    cache, hidden_size = BlockCache(), 4 * heads
+    queries = torch.zeros(num_blocks, hidden_size)
+    cache.start(queries, torch.zeros(1, 1, hidden_size), 1, EPS, ReadConfig(num_heads=heads))
+    assert (cache.one_token is not None) == by_numbers
+
+
 @pytest.mark.parametrize("scale", [0.0, 1e-30, 1.0, 1e30, float("inf"), float("nan")])
 @pytest.mark.parametrize("eps", [EPS, 0.0])
 def test_norm_of_one_token_does_not_raise(scale, eps):
