@@ -241,13 +241,14 @@ class BlockCache:
         """The mix by a learned query."""
         (mix, state), query = self._of_closed(site), self.site_queries[site]
         of_heads = -1, self.read_config.num_heads
-        if self.num_closed == self.num_read and len(open_sources) == of_heads[1] == 1 and state is not None:
+        is_softmax = self.read_config.weights == "softmax"
+        if self.num_closed == self.num_read and len(open_sources) == of_heads[1] == 1 and is_softmax:
             # As of `merged`, with two operations less and few views: most reads within a block. By the weight of the
-            # partial sum, which may be small beside 1 although nothing is larger: softmax1 has a weight for nothing
+            # mix, which would not do for softmax1: where nothing has nearly all weight, 1 less it has few digits
             partial = open_sources[0].to(mix.dtype).reshape(mix.shape)
             l2_norm = key_l2_norm(partial, self.eps_norm)
-            weight = torch.addcdiv(state, torch.mv(partial, query).unsqueeze(-1), l2_norm, value=-1).neg_()
-            total = torch.lerp(mix, partial, weight.sigmoid_())
+            weight = torch.addcdiv(state, torch.mv(partial, query).unsqueeze(-1), l2_norm, value=-1)
+            total = torch.lerp(partial, mix, weight.sigmoid_())
             return total if self.closed_sum is None else total.add_(partial).add_(self.closed_sum)
         values = [by_head(source, of_heads[1]) for source in open_sources]
         scores = [score_of(query, value, self.eps_norm)[0] for value in values]
