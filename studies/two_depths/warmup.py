@@ -1,33 +1,49 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
 """The deep models with a longer warmup: is the gain at equal tokens one of a short warmup?
 
-    python -m studies.two_depths.warmup run      # 1.2 hours on one thread; interrupted, it resumes
-    python -m studies.two_depths.warmup report   # warmup.md, from the results alone
+    python -m studies.two_depths.warmup run       # 1.2 hours on one thread; interrupted, it resumes
+    python -m studies.two_depths.warmup further   # an hour: PreNorm at higher rates, and 6 blocks once more
+    python -m studies.two_depths.warmup report    # warmup.md, from the results alone
 
 What is compared, and how, was written down first: studies/two_depths/warmup.protocol.md.
 """
 
 import statistics
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, Literal
 
 import torch
 import typer
 from rich.console import Console
 
+from attnres.training.scaling.sweep import next_rate
 from attnres.utils.files import write_file
 from studies.common.arms import Work, prepare
 from studies.common.paired import bold_if_certain, corrected_p, in_words
 from studies.common.runs import losses_in_words, read_runs, train_missing
 from studies.reads.study import RESULTS as READ_STUDY
-from studies.two_depths.study import ARMS, RESULTS, SEEDS, STEPS, TUNING_SEEDS, Run, train, with_further_rates
+from studies.two_depths.study import (
+    ARMS,
+    NOISE,
+    RESULTS,
+    SEEDS,
+    STEPS,
+    TUNING_SEEDS,
+    Run,
+    train,
+    with_further_rates,
+)
 
 
 RUNS, TABLE = RESULTS / "warmup_runs.jsonl", RESULTS / "warmup.md"
+# Added when PreNorm turned out to be best at 0.128 with a short warmup
+FURTHER, KEPT_STREAM = RESULTS / "warmup_further.jsonl", RESULTS.parent / "kept_stream/runs.jsonl"
 # Steps, and in two depths
 WARMUP, SHORT = 60, STEPS // 20
 RATES = {"prenorm": (3.2e-2, 6.4e-2), "blocks": (6.4e-2, 0.128)}
+PRENORM_RATES = (*RATES["prenorm"], 0.128, 0.256)
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -47,11 +63,20 @@ def run_of(arm: str, seed: int, rate: float) -> WarmRun:
     return WarmRun("deep", arm, seed, STEPS, rate)
 
 
-def chosen_rate(found: dict[WarmRun, dict[str, Any]], arm: str) -> float:
-    def mean(rate: float) -> float:
-        return statistics.mean(found[run_of(arm, seed, rate)]["tuning_loss"] for seed in TUNING_SEEDS)
+def tuning_means(found: dict[WarmRun, dict[str, Any]], arm: str) -> dict[float, float]:
+    """By the rates that have all seeds that choose."""
+    rates = sorted({run.learning_rate for run in found if run.arm == arm})
+    runs = {rate: [run_of(arm, seed, rate) for seed in TUNING_SEEDS] for rate in rates}
+    return {
+        rate: statistics.mean(found[run]["tuning_loss"] for run in of_rate)
+        for rate, of_rate in runs.items()
+        if all(run in found for run in of_rate)
+    }
 
-    return min(RATES[arm], key=mean)
+
+def chosen_rate(found: dict[WarmRun, dict[str, Any]], arm: str) -> float:
+    means = tuning_means(found, arm)
+    return min(means, key=means.__getitem__)
 
 
 def next_run(found: dict[WarmRun, dict[str, Any]]) -> WarmRun | None:
@@ -60,6 +85,20 @@ def next_run(found: dict[WarmRun, dict[str, Any]]) -> WarmRun | None:
     if all(run in found for run in runs):
         runs = [run_of(arm, seed, chosen_rate(found, arm)) for seed in SEEDS for arm in RATES]
     return next((run for run in runs if run not in found), None)
+
+
+def next_further(
+    first: dict[WarmRun, dict[str, Any]], further: dict[WarmRun, dict[str, Any]], arm: str
+) -> WarmRun | None:
+    """As `next_run`, of PreNorm's sweep with its higher rates, or of 6 blocks trained again at their best rate."""
+    if arm == "prenorm":
+        found = further = first | further
+        rate = next_rate(tuning_means(found, arm), PRENORM_RATES, noise=NOISE)
+        seeds = SEEDS if rate is None else TUNING_SEEDS
+    else:
+        found, rate, seeds = first, None, SEEDS
+    runs = [run_of(arm, seed, rate or chosen_rate(found, arm)) for seed in seeds]
+    return next((run for run in runs if run not in further), None)
 
 
 def mean_and_sd(losses: list[float]) -> str:
@@ -74,14 +113,29 @@ def main():
 @app.command("run")
 def run_all(work: Work = Path("study-work")):
     """Train what has no result yet, on one thread."""
+    train_to(RUNS, work, next_run)
+
+
+@app.command()
+def further(
+    work: Work = Path("study-work"),
+    arm: Annotated[Literal["prenorm", "blocks"] | None, typer.Option(help="Only this one, for two processes.")] = None,
+):
+    """Train PreNorm at higher rates, and 6 blocks at their best rate once more, on the same CPU."""
+    first = read_runs(RUNS, WarmRun)
+    for one in RATES if arm is None else (arm,):
+        train_to(FURTHER, work, lambda found, one=one: next_further(first, found, one))
+
+
+def train_to(path: Path, work: Path, next_one: Callable[[dict[WarmRun, dict[str, Any]]], WarmRun | None]):
     torch.set_num_threads(1)
     prepare(work, READ_STUDY / "manifest.json")
 
     def train_one(run: WarmRun) -> dict[str, Any]:
         return train(run, work, warmup_steps=run.warmup_steps)
 
-    train_missing(next_run, train_one, RUNS, losses_in_words, WarmRun)
-    console.print(f"All runs are in {RUNS}; `python -m studies.two_depths.warmup report` makes the table.")
+    train_missing(next_one, train_one, path, losses_in_words, WarmRun)
+    console.print(f"All runs are in {path}; `python -m studies.two_depths.warmup report` makes the table.")
 
 
 @app.command()
