@@ -135,13 +135,15 @@ def test_equal_time(runs, tmp_path, monkeypatch):
     while run := next_run(runs | further, "deep", FURTHER):
         further[run] = made_up(run, noise)
     own = {}
-    while run := equal_time.next_run(own):
+    while run := equal_time.next_run(runs | own):
         own[run] = made_up(run, noise)
         own[run] |= {"tuning_loss": 4 + abs(math.log2(run.learning_rate / 3.2e-2)) / 22}
     rates = 8e-3, 1.6e-2, 3.2e-2, 6.4e-2, 0.128
     of_length = [*itertools.product(rates, TUNING_SEEDS), (3.2e-2, 3), (3.2e-2, 4)]
+    continued = [(IN_TIME, *rate_and_seed) for rate_and_seed in itertools.product((6.4e-2, 2e-3), TUNING_SEEDS)]
     assert [(r.steps, r.learning_rate, r.seed) for r in own] == [
-        (steps, *rate_and_seed) for steps in (757, 695) for rate_and_seed in of_length
+        *((steps, *rate_and_seed) for steps in (757, 695) for rate_and_seed in of_length),
+        *continued,
     ]
     assert {(r.depth, r.arm) for r in own} == {("deep", "prenorm")}
     for name, value in (("RESULTS", tmp_path), ("RUNS", tmp_path / "own.jsonl"), ("TABLE", tmp_path / "table.md")):

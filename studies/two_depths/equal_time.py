@@ -50,7 +50,8 @@ from studies.two_depths.study import (
 
 
 RUNS, SPEED, TABLE = (RESULTS / f"equal_time{end}" for end in ("_runs.jsonl", "_speed.json", ".md"))
-# What PreNorm does in the time of 600 steps of 6 blocks, eager and compiled, and its rates
+# What PreNorm does in the time of 600 steps of 6 blocks, eager and compiled, and its rates. The sweep of the time that
+# they took before reads in two phases is continued
 LENGTHS, RATES = (757, 695), (8e-3, 1.6e-2, 3.2e-2, 6.4e-2)
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
@@ -58,7 +59,7 @@ app = typer.Typer(add_completion=False, help=__doc__)
 
 def next_run(found: dict[Run, dict[str, Any]]) -> Run | None:
     """By length the sweep, and then the best rate with all seeds; `None` when everything has a result."""
-    for steps in LENGTHS:
+    for steps in (*LENGTHS, IN_TIME):
         means = tuning_means(found, "deep", "prenorm", steps)
         rate = next_rate(means, RATES, noise=NOISE)
         seeds = SEEDS if rate is None else TUNING_SEEDS
@@ -75,7 +76,8 @@ def run_all(work: Work = Path("study-work")):
     """Train what has no result yet, on one thread."""
     torch.set_num_threads(1)
     prepare(work, READ_STUDY / "manifest.json")
-    train_missing(next_run, lambda run: train(run, work), RUNS, losses_in_words, Run)
+    planned = with_further_rates(RESULTS)
+    train_missing(lambda own: next_run(planned | own), lambda run: train(run, work), RUNS, losses_in_words, Run)
     console.print(f"All runs are in {RUNS}; `python -m studies.two_depths.equal_time report` makes the table.")
 
 
