@@ -9,7 +9,7 @@ What is compared, and how, was written down first: studies/two_depths/warmup.pro
 """
 
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -18,7 +18,6 @@ import torch
 import typer
 from rich.console import Console
 
-from attnres.training.scaling.sweep import next_rate
 from attnres.utils.files import write_file
 from studies.common.arms import Work, prepare
 from studies.common.paired import bold_if_certain, corrected_p, in_words
@@ -26,7 +25,6 @@ from studies.common.runs import losses_in_words, read_runs, train_missing
 from studies.reads.study import RESULTS as READ_STUDY
 from studies.two_depths.study import (
     ARMS,
-    NOISE,
     RESULTS,
     SEEDS,
     STEPS,
@@ -43,7 +41,8 @@ FURTHER, KEPT_STREAM = RESULTS / "warmup_further.jsonl", RESULTS.parent / "kept_
 # Steps, and in two depths
 WARMUP, SHORT = 60, STEPS // 20
 RATES = {"prenorm": (3.2e-2, 6.4e-2), "blocks": (6.4e-2, 0.128)}
-PRENORM_RATES = (*RATES["prenorm"], 0.128, 0.256)
+# PreNorm's on one kind of CPU, and their seeds: two that three seeds do not tell apart have five
+FURTHER_SEEDS = {0.128: SEEDS, 0.256: TUNING_SEEDS, 6.4e-2: SEEDS}
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -88,17 +87,12 @@ def next_run(found: dict[WarmRun, dict[str, Any]]) -> WarmRun | None:
 
 
 def next_further(
-    first: dict[WarmRun, dict[str, Any]], further: dict[WarmRun, dict[str, Any]], arm: str
+    first: dict[WarmRun, dict[str, Any]], found: dict[WarmRun, dict[str, Any]], arm: str
 ) -> WarmRun | None:
-    """As `next_run`, of PreNorm's sweep with its higher rates, or of 6 blocks trained again at their best rate."""
-    if arm == "prenorm":
-        found = further = first | further
-        rate = next_rate(tuning_means(found, arm), PRENORM_RATES, noise=NOISE)
-        seeds = SEEDS if rate is None else TUNING_SEEDS
-    else:
-        found, rate, seeds = first, None, SEEDS
-    runs = [run_of(arm, seed, rate or chosen_rate(found, arm)) for seed in seeds]
-    return next((run for run in runs if run not in further), None)
+    """Of PreNorm at its best rates, or of 6 blocks at theirs, trained again; `None` when everything has a result."""
+    seeds_of_rates = FURTHER_SEEDS if arm == "prenorm" else {chosen_rate(first, arm): SEEDS}
+    runs = [run_of(arm, seed, rate) for rate, seeds in seeds_of_rates.items() for seed in seeds]
+    return next((run for run in runs if run not in found), None)
 
 
 def mean_and_sd(losses: list[float]) -> str:
@@ -141,35 +135,56 @@ def train_to(path: Path, work: Path, next_one: Callable[[dict[WarmRun, dict[str,
 @app.command()
 def report():
     """Rewrite warmup.md from the results alone."""
-    found, before = read_runs(RUNS, WarmRun), with_further_rates(RESULTS)
-    if next_run(found):
-        raise typer.BadParameter("Runs are missing: continue with `run`.")
-
-    def losses(arm: str, seeds, rate: float) -> list[float]:
-        return [found[run_of(arm, seed, rate)]["judging_loss"] for seed in seeds]
-
+    first, further, before = read_runs(RUNS, WarmRun), read_runs(FURTHER, WarmRun), with_further_rates(RESULTS)
+    if next_run(first) or any(next_further(first, further, arm) for arm in RATES):
+        raise typer.BadParameter("Runs are missing: continue with `run`, then `further`.")
+    before |= read_runs(KEPT_STREAM, Run)
     lines = ["# 24 layers of 48 with a longer warmup", "", "By the [protocol](warmup.protocol.md).", ""]
-    lines += [f"| | rate | {SHORT} steps of warmup | {WARMUP} steps | {WARMUP} minus {SHORT}, three seeds |"]
+    lines += beside_short_warmup(first, before)
+    lines += beside_prenorm(first, chosen_rate(first, "prenorm"))
+    lines += ["", "## PreNorm at its best rate", "", "Added later, all on one kind of CPU.", ""]
+    of_new_rates = {
+        run: result
+        for run, result in further.items()
+        if run.arm == "prenorm" and run.learning_rate not in RATES["prenorm"]
+    }
+    lines += beside_short_warmup(of_new_rates, before)
+    means = tuning_means(further, "prenorm")
+    for rate in sorted((rate for rate in means if FURTHER_SEEDS[rate] == SEEDS), key=means.__getitem__):
+        lines += beside_prenorm(further, rate)
+    write_file(TABLE, "\n".join(lines) + "\n")
+    console.print(f"Wrote {TABLE}", highlight=False)
+
+
+def judging_losses(found: dict[Any, dict[str, Any]], runs: Iterable[Run]) -> list[float]:
+    return [found[run]["judging_loss"] for run in runs]
+
+
+def beside_short_warmup(found: dict[WarmRun, dict[str, Any]], before: dict[Run, dict[str, Any]]) -> list[str]:
+    """A row for each rate of an arm, with the seeds that choose."""
+    lines = [f"| | rate | {SHORT} steps of warmup | {WARMUP} steps | {WARMUP} minus {SHORT}, three seeds |"]
     lines += ["|---|---|---|---|---|"]
-    for arm, rates in RATES.items():
-        for rate in rates:
-            short = [before[Run("deep", arm, seed, STEPS, rate)]["judging_loss"] for seed in TUNING_SEEDS]
-            long = losses(arm, TUNING_SEEDS, rate)
+    for arm in RATES:
+        for rate in tuning_means(found, arm):
+            short = judging_losses(before, (Run("deep", arm, seed, STEPS, rate) for seed in TUNING_SEEDS))
+            long = judging_losses(found, (run_of(arm, seed, rate) for seed in TUNING_SEEDS))
             difference = in_words([a - b for a, b in zip(long, short)], 3)
             lines.append(f"| {ARMS[arm]} | {rate:g} | {mean_and_sd(short)} | {mean_and_sd(long)} | {difference} |")
-    lines += ["", f"| {WARMUP} steps of warmup | rate | loss, five seeds |", "|---|---|---|"]
-    best = {}
-    for arm in RATES:
-        rate = chosen_rate(found, arm)
-        best[arm] = losses(arm, SEEDS, rate)
-        lines.append(f"| {ARMS[arm]} | {rate:g} | {mean_and_sd(best[arm])} |")
-    differences = [a - b for a, b in zip(best["blocks"], best["prenorm"])]
+    return lines
+
+
+def beside_prenorm(found: dict[WarmRun, dict[str, Any]], rate: float) -> list[str]:
+    """6 blocks at their best rate minus PreNorm at a rate, with all seeds."""
+    lines = ["", f"| {WARMUP} steps of warmup | rate | loss, five seeds |", "|---|---|---|"]
+    losses = {}
+    for arm, of_arm in (("prenorm", rate), ("blocks", chosen_rate(found, "blocks"))):
+        losses[arm] = judging_losses(found, (run_of(arm, seed, of_arm) for seed in SEEDS))
+        lines.append(f"| {ARMS[arm]} | {of_arm:g} | {mean_and_sd(losses[arm])} |")
+    differences = [a - b for a, b in zip(losses["blocks"], losses["prenorm"])]
     p = corrected_p({"blocks": differences})["blocks"]
     by_seed = ", ".join(f"{d:+.3f}" for d in differences)
     mean = bold_if_certain(in_words(differences, 3), p)
-    lines += ["", f"6 blocks minus PreNorm: {by_seed}, mean {mean}, p = {p:.3f}."]
-    write_file(TABLE, "\n".join(lines) + "\n")
-    console.print(f"Wrote {TABLE}", highlight=False)
+    return [*lines, "", f"6 blocks minus PreNorm: {by_seed}, mean {mean}, p = {p:.3f}."]
 
 
 if __name__ == "__main__":
