@@ -43,6 +43,9 @@ WARMUP, SHORT = 60, STEPS // 20
 RATES = {"prenorm": (3.2e-2, 6.4e-2), "blocks": (6.4e-2, 0.128)}
 # PreNorm's on one kind of CPU, and their seeds: two that three seeds do not tell apart have five
 FURTHER_SEEDS = {0.128: SEEDS, 0.256: TUNING_SEEDS, 6.4e-2: SEEDS}
+# PreNorm in the time of 600 compiled steps of 6 blocks: by steps of warmup, 5 % and 10 %, the rates
+IN_TIME, RATES_IN_TIME = 695, {35: (0.128,), 70: (6.4e-2, 0.128)}
+PARTS = "prenorm", "blocks", *map(str, RATES_IN_TIME)
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -58,14 +61,16 @@ class WarmRun(Run):
         return f"{super().name}-warmup{self.warmup_steps}"
 
 
-def run_of(arm: str, seed: int, rate: float) -> WarmRun:
-    return WarmRun("deep", arm, seed, STEPS, rate)
+def run_of(arm: str, seed: int, rate: float, steps: int = STEPS, warmup: int = WARMUP) -> WarmRun:
+    return WarmRun("deep", arm, seed, steps, rate, warmup)
 
 
-def tuning_means(found: dict[WarmRun, dict[str, Any]], arm: str) -> dict[float, float]:
+def tuning_means(
+    found: dict[WarmRun, dict[str, Any]], arm: str, steps: int = STEPS, warmup: int = WARMUP
+) -> dict[float, float]:
     """By the rates that have all seeds that choose."""
     rates = sorted({run.learning_rate for run in found if run.arm == arm})
-    runs = {rate: [run_of(arm, seed, rate) for seed in TUNING_SEEDS] for rate in rates}
+    runs = {rate: [run_of(arm, seed, rate, steps, warmup) for seed in TUNING_SEEDS] for rate in rates}
     return {
         rate: statistics.mean(found[run]["tuning_loss"] for run in of_rate)
         for rate, of_rate in runs.items()
@@ -73,8 +78,8 @@ def tuning_means(found: dict[WarmRun, dict[str, Any]], arm: str) -> dict[float, 
     }
 
 
-def chosen_rate(found: dict[WarmRun, dict[str, Any]], arm: str) -> float:
-    means = tuning_means(found, arm)
+def chosen_rate(found: dict[WarmRun, dict[str, Any]], arm: str, steps: int = STEPS, warmup: int = WARMUP) -> float:
+    means = tuning_means(found, arm, steps, warmup)
     return min(means, key=means.__getitem__)
 
 
@@ -87,12 +92,28 @@ def next_run(found: dict[WarmRun, dict[str, Any]]) -> WarmRun | None:
 
 
 def next_further(
-    first: dict[WarmRun, dict[str, Any]], found: dict[WarmRun, dict[str, Any]], arm: str
+    first: dict[WarmRun, dict[str, Any]], found: dict[WarmRun, dict[str, Any]], part: str
 ) -> WarmRun | None:
-    """Of PreNorm at its best rates, or of 6 blocks at theirs, trained again; `None` when everything has a result."""
-    seeds_of_rates = FURTHER_SEEDS if arm == "prenorm" else {chosen_rate(first, arm): SEEDS}
-    runs = [run_of(arm, seed, rate) for rate, seeds in seeds_of_rates.items() for seed in seeds]
+    """`None` when everything has a result.
+
+    Args:
+        part: `prenorm` at its best rates; `blocks`, which are trained again at theirs; or a number of steps of warmup,
+            PreNorm at equal time.
+    """
+    if part == "blocks":
+        runs = [run_of(part, seed, chosen_rate(first, part)) for seed in SEEDS]
+    elif part == "prenorm":
+        runs = [run_of(part, seed, rate) for rate, seeds in FURTHER_SEEDS.items() for seed in seeds]
+    else:
+        of = "prenorm", IN_TIME, int(part)
+        runs = [in_time(seed, rate, of[-1]) for rate in RATES_IN_TIME[of[-1]] for seed in TUNING_SEEDS]
+        if all(run in found for run in runs):
+            runs = [in_time(seed, chosen_rate(found, *of), of[-1]) for seed in SEEDS]
     return next((run for run in runs if run not in found), None)
+
+
+def in_time(seed: int, rate: float, warmup: int) -> WarmRun:
+    return run_of("prenorm", seed, rate, IN_TIME, warmup)
 
 
 def mean_and_sd(losses: list[float]) -> str:
@@ -113,11 +134,11 @@ def run_all(work: Work = Path("study-work")):
 @app.command()
 def further(
     work: Work = Path("study-work"),
-    arm: Annotated[Literal["prenorm", "blocks"] | None, typer.Option(help="Only this one, for two processes.")] = None,
+    part: Annotated[Literal[PARTS] | None, typer.Option(help="Only this one, for two processes.")] = None,
 ):
-    """Train PreNorm at higher rates, and 6 blocks at their best rate once more, on the same CPU."""
+    """Train PreNorm at higher rates and at equal time, and 6 blocks at their best rate once more, on the same CPU."""
     first = read_runs(RUNS, WarmRun)
-    for one in RATES if arm is None else (arm,):
+    for one in PARTS if part is None else (part,):
         train_to(FURTHER, work, lambda found, one=one: next_further(first, found, one))
 
 
@@ -136,7 +157,7 @@ def train_to(path: Path, work: Path, next_one: Callable[[dict[WarmRun, dict[str,
 def report():
     """Rewrite warmup.md from the results alone."""
     first, further, before = read_runs(RUNS, WarmRun), read_runs(FURTHER, WarmRun), with_further_rates(RESULTS)
-    if next_run(first) or any(next_further(first, further, arm) for arm in RATES):
+    if next_run(first) or any(next_further(first, further, part) for part in PARTS):
         raise typer.BadParameter("Runs are missing: continue with `run`, then `further`.")
     before |= read_runs(KEPT_STREAM, Run)
     lines = ["# 24 layers of 48 with a longer warmup", "", "By the [protocol](warmup.protocol.md).", ""]
