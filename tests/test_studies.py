@@ -333,14 +333,40 @@ def test_equal_time_of_two_depths(mode):
     assert f"{mean} ({interval.strip('[]').replace(', ', ' to ')})" in page
 
 
-def test_longer_warmup_of_two_depths():
-    found = losses_of("warmup_runs")
+@pytest.mark.parametrize("name", ["warmup_runs", "warmup_further"])
+def test_longer_warmup_of_two_depths(name):
+    """By the first protocol, and with PreNorm at its best rate beside 6 blocks on the same CPU."""
+    found = losses_of(name)
     difference = at_best_rate(found, "blocks", 600) - at_best_rate(found, "prenorm", 600)
+    p = ttest_1samp(difference, 0).pvalue
     text = " ".join((STUDIES / "two_depths/warmup.md").read_text().replace("*", "").split())
-    assert f"{', '.join(f'{d:+.3f}' for d in difference)}, mean {in_words(difference, 3)}" in text
+    assert f"{', '.join(f'{d:+.3f}' for d in difference)}, mean {in_words(difference, 3)}, p = {p:.3f}." in text
     mean, interval = in_words(difference, 3).split(" ", 1)
     page = " ".join((ROOT / "docs/results.md").read_text().replace("*", "").split())
-    assert f"{mean} ({interval.strip('[]').replace(', ', ' to ')}, p = 0.009" in page
+    assert f"{mean} ({interval.strip('[]').replace(', ', ' to ')}, p = {p:.3f}" in page
+
+
+def test_longer_warmup_at_equal_time():
+    """6 blocks beside PreNorm with a short warmup, and beside PreNorm for 695 steps with each warmup."""
+    blocks = at_best_rate(losses_of("warmup_further"), "blocks", 600)
+    lines = (STUDIES / "two_depths/warmup.md").read_text().replace("*", "").splitlines()
+    rows = [line.strip("| ").split(" | ") for line in lines if re.match(r"\| \d+ steps \|", line)]
+    by_warmup = defaultdict(dict)
+    for result in runs_of("two_depths", "warmup_further"):
+        run = result["run"]
+        if run["steps"] == 695:
+            losses = result["tuning_loss"], result["judging_loss"]
+            of_rate = by_warmup[run["warmup_steps"]].setdefault(("prenorm", 695, run["learning_rate"]), {})
+            of_rate[run["seed"]] = losses
+    others = {(600, 30): at_best_rate(losses_of(kept=runs_of("kept_stream")), "prenorm", 600)}
+    others |= {(695, warmup): at_best_rate(found, "prenorm", 695) for warmup, found in by_warmup.items()}
+    assert [(int(row[0].split()[0]), int(row[1])) for row in rows] == [*others] == [(600, 30), (695, 35), (695, 70)]
+    page = " ".join((ROOT / "docs/results.md").read_text().replace("*", "").split())
+    for row, of_prenorm in zip(rows, others.values()):
+        difference = in_words(blocks - of_prenorm, 3)
+        assert row[5:7] == [", ".join(f"{d:+.3f}" for d in blocks - of_prenorm), difference]
+        mean, interval = difference.split(" ", 1)
+        assert f"{mean} ({interval.strip('[]').replace(', ', ' to ')})" in page
 
 
 def test_kept_stream_over_sizes():

@@ -8,6 +8,7 @@
 What is compared, and how, was written down first: studies/two_depths/warmup.protocol.md.
 """
 
+import json
 import statistics
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -20,9 +21,11 @@ from rich.console import Console
 
 from attnres.utils.files import write_file
 from studies.common.arms import Work, prepare
-from studies.common.paired import bold_if_certain, corrected_p, in_words
+from studies.common.paired import bold_if_certain, corrected_p, in_words, interpolated
 from studies.common.runs import losses_in_words, read_runs, train_missing
 from studies.reads.study import RESULTS as READ_STUDY
+from studies.two_depths import study as two_depths
+from studies.two_depths.equal_time import losses_of_prenorm
 from studies.two_depths.study import (
     ARMS,
     RESULTS,
@@ -173,6 +176,11 @@ def report():
     means = tuning_means(further, "prenorm")
     for rate in sorted((rate for rate in means if FURTHER_SEEDS[rate] == SEEDS), key=means.__getitem__):
         lines += beside_prenorm(further, rate)
+    lines += ["", "## Beside PreNorm with another warmup, and with more steps", ""]
+    lines += [f"6 blocks with {WARMUP} steps of warmup and {STEPS} steps in all. p is not corrected.", ""]
+    lines += ["| PreNorm | warmup | rate | tuning loss | loss, five seeds | 6 blocks minus it | mean [95 %] | p |"]
+    lines += ["|---|---|---|---|---|---|---|---|", *beside_others(further, before)]
+    lines += ["", beside_eager(further, before | read_runs(RESULTS / "equal_time_runs.jsonl", Run))]
     write_file(TABLE, "\n".join(lines) + "\n")
     console.print(f"Wrote {TABLE}", highlight=False)
 
@@ -206,6 +214,40 @@ def beside_prenorm(found: dict[WarmRun, dict[str, Any]], rate: float) -> list[st
     by_seed = ", ".join(f"{d:+.3f}" for d in differences)
     mean = bold_if_certain(in_words(differences, 3), p)
     return [*lines, "", f"6 blocks minus PreNorm: {by_seed}, mean {mean}, p = {p:.3f}."]
+
+
+def beside_others(found: dict[WarmRun, dict[str, Any]], before: dict[Run, dict[str, Any]]) -> list[str]:
+    """6 blocks minus PreNorm with a short warmup, and minus PreNorm in the time of compiled steps with each warmup."""
+    rate = two_depths.chosen_rate(before, "deep", "prenorm")
+    others = [(SHORT, before, [Run("deep", "prenorm", seed, STEPS, rate) for seed in SEEDS])]
+    for warmup in RATES_IN_TIME:
+        rate = chosen_rate(found, "prenorm", IN_TIME, warmup)
+        others.append((warmup, found, [in_time(seed, rate, warmup) for seed in SEEDS]))
+    of_blocks = judging_losses(found, (run_of("blocks", seed, chosen_rate(found, "blocks")) for seed in SEEDS))
+    lines = []
+    for warmup, results, runs in others:
+        losses = judging_losses(results, runs)
+        differences = [a - b for a, b in zip(of_blocks, losses)]
+        p = corrected_p({"blocks": differences})["blocks"]
+        tuning = statistics.mean(results[run]["tuning_loss"] for run in runs[: len(TUNING_SEEDS)])
+        cells = [f"{runs[0].steps} steps", f"{warmup}", f"{runs[0].learning_rate:g}", f"{tuning:.3f}"]
+        cells += [mean_and_sd(losses), ", ".join(f"{d:+.3f}" for d in differences)]
+        cells += [bold_if_certain(in_words(differences, 3), p), f"{p:.3f}"]
+        lines.append(f"| {' | '.join(cells)} |")
+    return lines
+
+
+def beside_eager(found: dict[WarmRun, dict[str, Any]], of_prenorm: dict[Run, dict[str, Any]]) -> str:
+    """6 blocks minus PreNorm in the time of eager steps, as in `equal_time`."""
+    ratio = json.loads((RESULTS / "equal_time_speed.json").read_text())["eager"]["deep"]["blocks"]["ratio_quartiles"][
+        1
+    ]
+    baseline = interpolated(losses_of_prenorm(of_prenorm, "deep"), STEPS * ratio)
+    of_blocks = judging_losses(found, (run_of("blocks", seed, chosen_rate(found, "blocks")) for seed in SEEDS))
+    differences = [a - b for a, b in zip(of_blocks, baseline)]
+    p = corrected_p({"blocks": differences})["blocks"]
+    mean = bold_if_certain(in_words(differences, 3), p)
+    return f"Minus PreNorm in the time of eager steps ([equal time](equal_time.md)): {mean}, p = {p:.3f}."
 
 
 if __name__ == "__main__":
