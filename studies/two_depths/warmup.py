@@ -2,7 +2,7 @@
 """The deep models with a longer warmup: is the gain at equal tokens one of a short warmup?
 
     python -m studies.two_depths.warmup run       # 1.2 hours on one thread; interrupted, it resumes
-    python -m studies.two_depths.warmup further   # an hour: PreNorm at higher rates, and 6 blocks once more
+    python -m studies.two_depths.warmup further   # 1.9 hours: PreNorm at its best rates and at equal time
     python -m studies.two_depths.warmup report    # warmup.md, from the results alone
 
 What is compared, and how, was written down first: studies/two_depths/warmup.protocol.md.
@@ -48,7 +48,9 @@ RATES = {"prenorm": (3.2e-2, 6.4e-2), "blocks": (6.4e-2, 0.128)}
 FURTHER_SEEDS = {0.128: SEEDS, 0.256: TUNING_SEEDS, 6.4e-2: SEEDS}
 # PreNorm in the time of 600 compiled steps of 6 blocks: by steps of warmup, 5 % and 10 %, the rates
 IN_TIME, RATES_IN_TIME = 695, {35: (0.128,), 70: (6.4e-2, 0.128)}
-PARTS = "prenorm", "blocks", *map(str, RATES_IN_TIME)
+# That neither chose a rate nor raised the question
+NEW_SEEDS, OF_NEW_SEEDS = range(5, 10), (0.128, 35)
+PARTS = "prenorm", "blocks", *map(str, RATES_IN_TIME), "new-prenorm", "new-blocks"
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -100,13 +102,17 @@ def next_further(
     """`None` when everything has a result.
 
     Args:
-        part: `prenorm` at its best rates; `blocks`, which are trained again at theirs; or a number of steps of warmup,
-            PreNorm at equal time.
+        part: `prenorm` at its best rates; `blocks`, which are trained again at theirs; a number of steps of warmup,
+            PreNorm at equal time; or one of the two that are compared with new seeds.
     """
     if part == "blocks":
         runs = [run_of(part, seed, chosen_rate(first, part)) for seed in SEEDS]
     elif part == "prenorm":
         runs = [run_of(part, seed, rate) for rate, seeds in FURTHER_SEEDS.items() for seed in seeds]
+    elif part == "new-blocks":
+        runs = [run_of("blocks", seed, chosen_rate(first, "blocks")) for seed in NEW_SEEDS]
+    elif part == "new-prenorm":
+        runs = [in_time(seed, *OF_NEW_SEEDS) for seed in NEW_SEEDS]
     else:
         of = "prenorm", IN_TIME, int(part)
         runs = [in_time(seed, rate, of[-1]) for rate in RATES_IN_TIME[of[-1]] for seed in TUNING_SEEDS]
