@@ -369,6 +369,21 @@ def test_longer_warmup_at_equal_time():
         assert f"{mean} ({interval.strip('[]').replace(', ', ' to ')})" in page
 
 
+def test_longer_warmup_with_new_seeds():
+    losses = defaultdict(list)
+    for result in sorted(runs_of("two_depths", "warmup_further"), key=lambda result: result["run"]["seed"]):
+        if result["run"]["seed"] >= 5:
+            losses[result["run"]["arm"], result["run"]["steps"]].append(result["judging_loss"])
+    difference = np.subtract(losses["blocks", 600], losses["prenorm", 695])
+    mean, interval = in_words(difference, 3).split(" ", 1)
+    p = ttest_1samp(difference, 0).pvalue
+    by_seed = ", ".join(f"{d:+.3f}" for d in difference)
+    table = (STUDIES / "two_depths/warmup.md").read_text().replace("*", "")
+    assert len(difference) == 5 and table.endswith(f": {by_seed}, mean {mean} {interval}, p = {p:.3f}.\n")
+    page = " ".join((ROOT / "docs/results.md").read_text().replace("*", "").split())
+    assert f"{mean} ({interval.strip('[]').replace(', ', ' to ')}, p = {p:.3f}" in page
+
+
 def test_kept_stream_over_sizes():
     """The mean over three sizes of each seed, PreNorm and 4 blocks each at its best rate of a size."""
     found = defaultdict(dict)

@@ -187,6 +187,7 @@ def report():
     lines += ["| PreNorm | warmup | rate | tuning loss | loss, five seeds | 6 blocks minus it | mean [95 %] | p |"]
     lines += ["|---|---|---|---|---|---|---|---|", *beside_others(further, before)]
     lines += ["", beside_eager(further, before | read_runs(RESULTS / "equal_time_runs.jsonl", Run))]
+    lines += ["", "## New seeds", "", *with_new_seeds(further)]
     write_file(TABLE, "\n".join(lines) + "\n")
     console.print(f"Wrote {TABLE}", highlight=False)
 
@@ -215,11 +216,16 @@ def beside_prenorm(found: dict[WarmRun, dict[str, Any]], rate: float) -> list[st
     for arm, of_arm in (("prenorm", rate), ("blocks", chosen_rate(found, "blocks"))):
         losses[arm] = judging_losses(found, (run_of(arm, seed, of_arm) for seed in SEEDS))
         lines.append(f"| {ARMS[arm]} | {of_arm:g} | {mean_and_sd(losses[arm])} |")
-    differences = [a - b for a, b in zip(losses["blocks"], losses["prenorm"])]
-    p = corrected_p({"blocks": differences})["blocks"]
+    by_seed, mean, p = difference(losses["blocks"], losses["prenorm"])
+    return [*lines, "", f"6 blocks minus PreNorm: {by_seed}, mean {mean}, p = {p}."]
+
+
+def difference(losses: list[float], baseline: list[float]) -> tuple[str, str, str]:
+    """By seed, the mean with its interval, and p."""
+    differences = [a - b for a, b in zip(losses, baseline)]
+    p = corrected_p({"": differences})[""]
     by_seed = ", ".join(f"{d:+.3f}" for d in differences)
-    mean = bold_if_certain(in_words(differences, 3), p)
-    return [*lines, "", f"6 blocks minus PreNorm: {by_seed}, mean {mean}, p = {p:.3f}."]
+    return by_seed, bold_if_certain(in_words(differences, 3), p), f"{p:.3f}"
 
 
 def beside_others(found: dict[WarmRun, dict[str, Any]], before: dict[Run, dict[str, Any]]) -> list[str]:
@@ -233,12 +239,9 @@ def beside_others(found: dict[WarmRun, dict[str, Any]], before: dict[Run, dict[s
     lines = []
     for warmup, results, runs in others:
         losses = judging_losses(results, runs)
-        differences = [a - b for a, b in zip(of_blocks, losses)]
-        p = corrected_p({"blocks": differences})["blocks"]
         tuning = statistics.mean(results[run]["tuning_loss"] for run in runs[: len(TUNING_SEEDS)])
         cells = [f"{runs[0].steps} steps", f"{warmup}", f"{runs[0].learning_rate:g}", f"{tuning:.3f}"]
-        cells += [mean_and_sd(losses), ", ".join(f"{d:+.3f}" for d in differences)]
-        cells += [bold_if_certain(in_words(differences, 3), p), f"{p:.3f}"]
+        cells += [mean_and_sd(losses), *difference(of_blocks, losses)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
@@ -250,10 +253,17 @@ def beside_eager(found: dict[WarmRun, dict[str, Any]], of_prenorm: dict[Run, dic
     ]
     baseline = interpolated(losses_of_prenorm(of_prenorm, "deep"), STEPS * ratio)
     of_blocks = judging_losses(found, (run_of("blocks", seed, chosen_rate(found, "blocks")) for seed in SEEDS))
-    differences = [a - b for a, b in zip(of_blocks, baseline)]
-    p = corrected_p({"blocks": differences})["blocks"]
-    mean = bold_if_certain(in_words(differences, 3), p)
-    return f"Minus PreNorm in the time of eager steps ([equal time](equal_time.md)): {mean}, p = {p:.3f}."
+    _by_seed, mean, p = difference(of_blocks, baseline)
+    return f"Minus PreNorm in the time of eager steps ([equal time](equal_time.md)): {mean}, p = {p}."
+
+
+def with_new_seeds(found: dict[WarmRun, dict[str, Any]]) -> list[str]:
+    """6 blocks minus PreNorm in the time of compiled steps."""
+    blocks = judging_losses(found, (run_of("blocks", seed, chosen_rate(found, "blocks")) for seed in NEW_SEEDS))
+    prenorm = judging_losses(found, (in_time(seed, *OF_NEW_SEEDS) for seed in NEW_SEEDS))
+    by_seed, mean, p = difference(blocks, prenorm)
+    compared = f"6 blocks ({mean_and_sd(blocks)}) minus PreNorm for {IN_TIME} steps ({mean_and_sd(prenorm)})"
+    return [f"{compared}: {by_seed}, mean {mean}, p = {p}."]
 
 
 if __name__ == "__main__":
