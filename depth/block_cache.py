@@ -243,8 +243,8 @@ class BlockCache:
         of_heads = -1, self.read_config.num_heads
         is_softmax = self.read_config.weights == "softmax"
         if self.num_closed == self.num_read and len(open_sources) == of_heads[1] == 1 and is_softmax:
-            # As of `merged`, with two operations less and few views: most reads within a block. By the weight of the
-            # mix, which would not do for softmax1: where nothing has nearly all weight, 1 less it has few digits
+            # As of `merged`, with two operations less and few views: most reads within a block. `merged` itself takes
+            # the weight of the partial sum: with softmax1 it may be tiny, and 1 minus that of the mix has few digits
             partial = open_sources[0].to(mix.dtype).reshape(mix.shape)
             l2_norm = key_l2_norm(partial, self.eps_norm)
             weight = torch.addcdiv(state, torch.mv(partial, query).unsqueeze(-1), l2_norm, value=-1)

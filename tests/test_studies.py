@@ -367,6 +367,12 @@ def test_longer_warmup_at_equal_time():
         assert row[5:7] == [", ".join(f"{d:+.3f}" for d in blocks - of_prenorm), difference]
         mean, interval = difference.split(" ", 1)
         assert f"{mean} ({interval.strip('[]').replace(', ', ' to ')})" in page
+    ratio = json.loads((STUDIES / "two_depths/equal_time_speed.json").read_text())["eager"]["deep"]["blocks"]
+    found = losses_of("runs", "further_rates", "equal_time_runs")
+    eager = blocks - prenorm_after(found, 600 * ratio["ratio_quartiles"][1])
+    mean, interval = in_words(eager, 3).split(" ", 1)
+    assert any(line.endswith(f"{mean} {interval}, p = {ttest_1samp(eager, 0).pvalue:.3f}.") for line in lines)
+    assert f"{mean} ({interval.strip('[]').replace(', ', ' to ')}, p = 0.131)" in page
 
 
 def test_longer_warmup_with_new_seeds():

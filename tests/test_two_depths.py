@@ -6,6 +6,7 @@ import json
 import math
 import random
 import statistics
+from collections import Counter, defaultdict
 from dataclasses import asdict
 
 import pytest
@@ -14,7 +15,7 @@ import typer
 
 from attnres.utils.files import append_json
 from studies.kept_stream import study as kept_stream
-from studies.two_depths import equal_time
+from studies.two_depths import equal_time, warmup
 from studies.two_depths import study as two_depths
 from studies.two_depths.study import (
     ARMS,
@@ -181,6 +182,35 @@ def test_equal_time(runs, tmp_path, monkeypatch):
     full = judging(runs, "wide", "full", 600, chosen_rate(runs, "wide", "full"))
     wide = full - (once + math.log2(1.5) * (twice - once))
     assert f"{wide:+.3f} [" in means["6 layers of 96", "Full", "eager"]
+
+
+def test_longer_warmup():
+    """Rates are those of the lowest tuning losses, and each part is finished by the runs of the protocol."""
+    first, found = {}, {}
+    while run := warmup.next_run(first):
+        first[run] = {"tuning_loss": 4 + abs(math.log2(run.learning_rate / 6.4e-2))}
+    assert Counter((r.arm, r.learning_rate) for r in first) == {
+        ("prenorm", 3.2e-2): 3,
+        ("prenorm", 6.4e-2): 5,
+        ("blocks", 6.4e-2): 5,
+        ("blocks", 0.128): 3,
+    }
+    by_part = defaultdict(list)
+    for part in warmup.PARTS:
+        while run := warmup.next_further(first, found, part):
+            found[run] = {"tuning_loss": 4 + abs(math.log2(run.learning_rate / 6.4e-2))}
+            by_part[part].append((run.arm, run.steps, run.warmup_steps, run.learning_rate, run.seed))
+    assert {part: len(runs) for part, runs in by_part.items()} == {
+        "prenorm": 13,
+        "blocks": 5,
+        "in-time-35": 5,
+        "in-time-70": 8,
+        "new-prenorm": 5,
+        "new-blocks": 5,
+    }
+    assert by_part["in-time-70"][-2:] == [("prenorm", 695, 70, 6.4e-2, seed) for seed in (3, 4)]
+    assert by_part["new-prenorm"] == [("prenorm", 695, 35, 0.128, seed) for seed in range(5, 10)]
+    assert by_part["new-blocks"] == [("blocks", 600, 60, 6.4e-2, seed) for seed in range(5, 10)]
 
 
 @pytest.mark.slow

@@ -1,8 +1,8 @@
 # Copyright 2026 The attnres authors. SPDX-License-Identifier: Apache-2.0
-"""The deep models with a longer warmup: is the gain at equal tokens one of a short warmup?
+"""The deep models with a longer warmup: is the gain at equal tokens one of a short warmup? Is it left at equal time?
 
     python -m studies.two_depths.warmup run       # 1.2 hours on one thread; interrupted, it resumes
-    python -m studies.two_depths.warmup further   # 1.9 hours: PreNorm at its best rates and at equal time
+    python -m studies.two_depths.warmup further   # 1.7 hours: PreNorm's best rates, equal time, new seeds
     python -m studies.two_depths.warmup report    # warmup.md, from the results alone
 
 What is compared, and how, was written down first: studies/two_depths/warmup.protocol.md.
@@ -48,9 +48,9 @@ RATES = {"prenorm": (3.2e-2, 6.4e-2), "blocks": (6.4e-2, 0.128)}
 FURTHER_SEEDS = {0.128: SEEDS, 0.256: TUNING_SEEDS, 6.4e-2: SEEDS}
 # PreNorm in the time of 600 compiled steps of 6 blocks: by steps of warmup, 5 % and 10 %, the rates
 IN_TIME, RATES_IN_TIME = 695, {35: (0.128,), 70: (6.4e-2, 0.128)}
-# That neither chose a rate nor raised the question
-NEW_SEEDS, OF_NEW_SEEDS = range(5, 10), (0.128, 35)
-PARTS = "prenorm", "blocks", *map(str, RATES_IN_TIME), "new-prenorm", "new-blocks"
+# They neither chose a rate nor raised the question. PreNorm has this rate and warmup
+NEW_SEEDS, RATE_AND_WARMUP = range(5, 10), (0.128, 35)
+PARTS = "prenorm", "blocks", "in-time-35", "in-time-70", "new-prenorm", "new-blocks"
 console = Console()
 app = typer.Typer(add_completion=False, help=__doc__)
 
@@ -102,8 +102,8 @@ def next_further(
     """`None` when everything has a result.
 
     Args:
-        part: `prenorm` at its best rates; `blocks`, which are trained again at theirs; a number of steps of warmup,
-            PreNorm at equal time; or one of the two that are compared with new seeds.
+        part: `prenorm` at its best rates; `blocks`, which are trained again at theirs; PreNorm at equal time with so
+            many steps of warmup; or one of the two that are compared with new seeds.
     """
     if part == "blocks":
         runs = [run_of(part, seed, chosen_rate(first, part)) for seed in SEEDS]
@@ -112,12 +112,13 @@ def next_further(
     elif part == "new-blocks":
         runs = [run_of("blocks", seed, chosen_rate(first, "blocks")) for seed in NEW_SEEDS]
     elif part == "new-prenorm":
-        runs = [in_time(seed, *OF_NEW_SEEDS) for seed in NEW_SEEDS]
+        runs = [in_time(seed, *RATE_AND_WARMUP) for seed in NEW_SEEDS]
     else:
-        of = "prenorm", IN_TIME, int(part)
-        runs = [in_time(seed, rate, of[-1]) for rate in RATES_IN_TIME[of[-1]] for seed in TUNING_SEEDS]
+        warmup = int(part.removeprefix("in-time-"))
+        runs = [in_time(seed, rate, warmup) for rate in RATES_IN_TIME[warmup] for seed in TUNING_SEEDS]
         if all(run in found for run in runs):
-            runs = [in_time(seed, chosen_rate(found, *of), of[-1]) for seed in SEEDS]
+            rate = chosen_rate(found, "prenorm", IN_TIME, warmup)
+            runs = [in_time(seed, rate, warmup) for seed in SEEDS]
     return next((run for run in runs if run not in found), None)
 
 
@@ -216,11 +217,11 @@ def beside_prenorm(found: dict[WarmRun, dict[str, Any]], rate: float) -> list[st
     for arm, of_arm in (("prenorm", rate), ("blocks", chosen_rate(found, "blocks"))):
         losses[arm] = judging_losses(found, (run_of(arm, seed, of_arm) for seed in SEEDS))
         lines.append(f"| {ARMS[arm]} | {of_arm:g} | {mean_and_sd(losses[arm])} |")
-    by_seed, mean, p = difference(losses["blocks"], losses["prenorm"])
+    by_seed, mean, p = compared(losses["blocks"], losses["prenorm"])
     return [*lines, "", f"6 blocks minus PreNorm: {by_seed}, mean {mean}, p = {p}."]
 
 
-def difference(losses: list[float], baseline: list[float]) -> tuple[str, str, str]:
+def compared(losses: list[float], baseline: list[float]) -> tuple[str, str, str]:
     """By seed, the mean with its interval, and p."""
     differences = [a - b for a, b in zip(losses, baseline)]
     p = corrected_p({"": differences})[""]
@@ -241,29 +242,28 @@ def beside_others(found: dict[WarmRun, dict[str, Any]], before: dict[Run, dict[s
         losses = judging_losses(results, runs)
         tuning = statistics.mean(results[run]["tuning_loss"] for run in runs[: len(TUNING_SEEDS)])
         cells = [f"{runs[0].steps} steps", f"{warmup}", f"{runs[0].learning_rate:g}", f"{tuning:.3f}"]
-        cells += [mean_and_sd(losses), *difference(of_blocks, losses)]
+        cells += [mean_and_sd(losses), *compared(of_blocks, losses)]
         lines.append(f"| {' | '.join(cells)} |")
     return lines
 
 
 def beside_eager(found: dict[WarmRun, dict[str, Any]], of_prenorm: dict[Run, dict[str, Any]]) -> str:
     """6 blocks minus PreNorm in the time of eager steps, as in `equal_time`."""
-    ratio = json.loads((RESULTS / "equal_time_speed.json").read_text())["eager"]["deep"]["blocks"]["ratio_quartiles"][
-        1
-    ]
+    speeds = json.loads((RESULTS / "equal_time_speed.json").read_text())["eager"]["deep"]
+    ratio = speeds["blocks"]["ratio_quartiles"][1]
     baseline = interpolated(losses_of_prenorm(of_prenorm, "deep"), STEPS * ratio)
     of_blocks = judging_losses(found, (run_of("blocks", seed, chosen_rate(found, "blocks")) for seed in SEEDS))
-    _by_seed, mean, p = difference(of_blocks, baseline)
+    _by_seed, mean, p = compared(of_blocks, baseline)
     return f"Minus PreNorm in the time of eager steps ([equal time](equal_time.md)): {mean}, p = {p}."
 
 
 def with_new_seeds(found: dict[WarmRun, dict[str, Any]]) -> list[str]:
     """6 blocks minus PreNorm in the time of compiled steps."""
     blocks = judging_losses(found, (run_of("blocks", seed, chosen_rate(found, "blocks")) for seed in NEW_SEEDS))
-    prenorm = judging_losses(found, (in_time(seed, *OF_NEW_SEEDS) for seed in NEW_SEEDS))
-    by_seed, mean, p = difference(blocks, prenorm)
-    compared = f"6 blocks ({mean_and_sd(blocks)}) minus PreNorm for {IN_TIME} steps ({mean_and_sd(prenorm)})"
-    return [f"{compared}: {by_seed}, mean {mean}, p = {p}."]
+    prenorm = judging_losses(found, (in_time(seed, *RATE_AND_WARMUP) for seed in NEW_SEEDS))
+    by_seed, mean, p = compared(blocks, prenorm)
+    arms = f"6 blocks ({mean_and_sd(blocks)}) minus PreNorm for {IN_TIME} steps ({mean_and_sd(prenorm)})"
+    return [f"{arms}: {by_seed}, mean {mean}, p = {p}."]
 
 
 if __name__ == "__main__":
